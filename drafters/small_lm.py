@@ -1,0 +1,76 @@
+"""A smaller language model of the same vocabulary, or the target's own first layers (early exit)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specresearch.models.hf import HFModel, load, require_same_vocabulary
+from specresearch.types import Drafter, Frontier, Step, Target, Tree, UserError, Verdict
+
+
+class SmallLM(Drafter):
+    """Its cache lags behind the target's by the tokens of the last step: they are fed again, with the next root, in one
+    causal pass. That is right whatever nodes the tree kept, and costs no pass of its own."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        id: str | None = None,
+        revision: str | None = None,
+        layers: int | None = None,
+        dtype: str | None = None,
+    ):
+        if not isinstance(target, HFModel):
+            raise UserError("drafter=small_lm needs a Hugging Face target: use target=hf or target=smollm2")
+        if (id is None) == (layers is None):
+            raise UserError(
+                "drafter=small_lm needs a model: give drafter.id=<Hub id or folder>, "
+                "or drafter.layers=k to draft with the target's first k layers"
+            )
+        if id is None:
+            self.model = target.first_layers(int(layers or 0))
+        else:
+            self.model = load(id=id, revision=revision, dtype=dtype, device=str(target.device))
+            require_same_vocabulary(target, self.model, f"drafter.id={id}")
+        self.vocab_size = target.vocab_size
+
+    def reserve(self, batch: int, capacity: int, slots: int) -> None:
+        self.model.reserve(batch, capacity, slots)
+        self.length = torch.zeros(batch, dtype=torch.long, device=self.model.device)  # tokens in this model's cache
+        self.lag = 0  # most tokens by which it can be behind
+
+    def extend(self, rows: Sequence[int], tokens: Tensor, length: Tensor, features: Tensor | None) -> None:
+        self.model.extend(rows, tokens, length, ())
+        self.length[list(rows)] = length
+
+    def expand(self, frontier: Frontier) -> Tensor:
+        logits = self._root(frontier.step) if frontier.start == 0 else self._nodes(frontier)
+        # Padded embedding rows on either side: cut what the target lacks, forbid what this model lacks.
+        missing = self.vocab_size - logits.shape[-1]
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+    def _root(self, step: Step) -> Tensor:
+        """Feed what the cache lacks, the root last -> [B, 1, V]."""
+        behind = torch.where(step.live, step.length - self.length, 0)
+        width = 1 + (int(behind.max()) if behind.device.type == "cpu" else self.lag)  # no device read on a GPU
+        length = step.length - behind
+        position = length[:, None] + torch.arange(width, device=behind.device)
+        tokens = step.tokens.gather(1, torch.minimum(position, step.length[:, None]))
+        causal = torch.ones(width, width, dtype=torch.bool, device=behind.device).tril().expand(len(behind), -1, -1)
+        logits, _ = self.model.run(tokens, position, length, causal, step.extent, keep=behind)
+        self.length = step.length.clone()
+        return logits
+
+    def _nodes(self, frontier: Frontier) -> Tensor:
+        step = frontier.step
+        position = step.length[:, None] + frontier.depth
+        return self.model.run(
+            frontier.tokens, position, step.length, frontier.ancestors, step.extent, start=frontier.start
+        )[0]
+
+    def commit(self, step: Step, tree: Tree, verdict: Verdict, features: Tensor | None) -> None:
+        self.lag = verdict.path.shape[1]  # the tokens themselves come from the loop's history, in `_root`

@@ -1,0 +1,161 @@
+"""The command line: `python -m specresearch drafter=ngram tree.topk=4`; `-m` sweeps. Exit 0, 1 error, 2 violation, 130 Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from specresearch import console, overrides
+from specresearch.engine import CONF, Streamer, build, make
+from specresearch.provenance import peak_memory, provenance
+from specresearch.run import Run, Settings
+from specresearch.types import UserError
+
+EXIT = {"violation": 2}
+worst = 0  # exit status of this process: the worst of its jobs
+
+
+@hydra.main(config_path=CONF, config_name="config", version_base="1.3")
+def job(cfg: DictConfig) -> float | None:
+    """One run: decode, check, save. Returns the objective for sweepers, if one is named."""
+    global worst
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    cfg = overrides.frozen(cfg, folder)
+    summary, interrupted = decode(cfg, folder)
+    worst = max(worst, 130 if interrupted else EXIT.get(summary["lossless"]["verdict"], 0))
+    if interrupted:
+        raise KeyboardInterrupt
+    return objective(cfg.objective, summary)
+
+
+def objective(name: str | None, summary: dict[str, Any]) -> float | None:
+    if name is None:
+        return None
+    value = summary.get(name)
+    if not isinstance(value, int | float):
+        known = [key for key, item in summary.items() if isinstance(item, int | float)]
+        raise UserError(f"objective={name} is no number of summary.json: {overrides.near(name, known)}")
+    return float(value)
+
+
+def decode(cfg: DictConfig, folder: Path) -> tuple[dict[str, Any], bool]:
+    settings = Settings(*(plain(cfg[k]) for k in ("seed", "max_new_tokens", "batch_size", "stop", "baseline", "check")))
+    limit = cfg.limit
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise UserError(f"limit={limit}: use null (all questions) or a whole number of at least 1")
+    questions = make(cfg.prompts)[:limit]
+    parts = build(cfg)
+    tracker = make(cfg.tracker)
+    config = OmegaConf.to_container(cfg, resolve=True)
+    tags = [HydraConfig.get().runtime.choices[group] for group in ("drafter", "tree", "verifier", "target")]
+    multirun = HydraConfig.get().mode.name == "MULTIRUN"
+    tracker.start(config, folder, group=Path(HydraConfig.get().sweep.dir).name if multirun else None, tags=tags)
+    streaming = HydraConfig.get().runtime.choices.prompts == "text"
+    interrupted = False
+    with console.progress() as bar:
+        task = bar.add_task("decoding", total=sum(len(q.turns) for q in questions), note="")
+
+        def on_turn(line: dict[str, Any], lines: list[Any], blocks: list[Any]) -> None:
+            emitted = [step["emitted"] for step in line["steps"]]
+            length = sum(emitted) / len(emitted) if emitted else None
+            steps = sum(len(each["steps"]) for each in lines)
+            pooled = sum(len(each["output_ids"]) - 1 for each in lines) / steps if steps else None
+            bar.update(task, completed=len(lines), note=f"accepted length {console.number(pooled)}")
+            if length is not None:
+                tracker.log({"accept/answer_length": length, "accept/running_length": pooled or 0.0}, step=len(lines))
+
+        streamer = Streamer(parts.target)
+
+        def on_tokens(emission: Any) -> None:
+            for piece in streamer.feed(emission.tokens, emission.turn.text if emission.done else None):
+                console.out.print(piece.text, style="green" if piece.drafted else "yellow", end="", markup=False)
+            if emission.done:
+                console.out.print()
+
+        if streaming:
+            bar.stop()
+            console.out.print("[green]drafted and accepted[/], [yellow]the target's own (bonus)[/]\n")
+        run = Run(parts, questions, settings, folder, on_turn, on_tokens if streaming else None)
+        bar.update(task, completed=len(run.lines))
+        try:
+            with profiler(cfg.profile, folder):
+                run.execute()
+        except KeyboardInterrupt:
+            interrupted = True
+    summary = run.summary() | {"peak_memory_bytes": peak_memory(parts.target.device), "config": config}
+    summary |= {"provenance": provenance(parts.target), "interrupted": interrupted}
+    for block in run.blocks:
+        for reason in block["speculative"]["skipped"]:
+            print(f"warning: skipped: {reason}", file=sys.stderr)
+    save(folder / "summary.json", summary)
+    console.show(summary, folder, tracker.finish(summary))
+    if interrupted:
+        print(f"interrupted: go on with  python -m specresearch resume={folder}", file=sys.stderr)
+    return summary, interrupted
+
+
+def plain(value: Any) -> Any:
+    return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+
+
+def save(path: Path, summary: dict[str, Any]) -> None:
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
+class profiler:
+    """`profile=true`: a torch profiler trace in the run's folder, and the ten largest items on the console."""
+
+    def __init__(self, wanted: bool, folder: Path):
+        self.wanted, self.folder = wanted, folder
+
+    def __enter__(self) -> None:
+        if self.wanted:
+            import torch
+
+            self.inner = torch.profiler.profile()
+            self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.wanted:
+            self.inner.__exit__(*error)
+            self.inner.export_chrome_trace(str(self.folder / "profile.json"))
+            device = "cuda" if "cuda" in str(self.inner.activities).lower() else "cpu"
+            print(self.inner.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=10, max_name_column_width=40))
+
+
+def main() -> None:
+    """Entry point of `python -m specresearch` and of the console script."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let exceptions reach us, who put them in one line
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        sys.argv[1:] = overrides.prepare(sys.argv[1:])
+        job()
+        status = worst
+    except KeyboardInterrupt:
+        status = 130
+    except UserError as error:
+        status = console.fail(str(error))
+    except (HydraException, OmegaConfBaseException) as error:
+        status = console.fail(overrides.explain(error))
+    except OSError as error:
+        status = console.fail(f"{error.filename or 'a file'}: {error.strerror or error}: is the folder writable, the disk full?")
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

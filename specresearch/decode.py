@@ -1,0 +1,308 @@
+"""The loop: propose, target pass, verify, trim, commit, one read. It knows no concrete drafter, tree or verifier."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specresearch.rng import CounterRng, row_key
+from specresearch.sampling import Sampler
+from specresearch.types import Drafter, Frontier, Step, Target, Tree, TreePolicy, UserError, Verdict, Verifier
+
+
+@dataclass(frozen=True)
+class Job:
+    """One turn to answer."""
+
+    id: int | str
+    kind: str
+    turn: int
+    prompt_ids: list[int]
+    budget: int
+
+
+@dataclass
+class Turn:
+    """An answered turn: one line of the trace."""
+
+    job: Job
+    output_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str = ""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+    def line(self) -> dict[str, Any]:
+        job = self.job
+        return {
+            **{"id": job.id, "kind": job.kind, "turn": job.turn, "prompt_ids": job.prompt_ids},
+            **{"output_ids": self.output_ids, "text": self.text, "finish": self.finish, "steps": self.steps},
+        }
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What one row emitted in one step (or from its prefill); all tokens but the last are accepted drafts."""
+
+    turn: Turn
+    tokens: list[int]
+    done: bool
+
+
+class Clock:
+    """Wall time by part. On CUDA by events, read once a step, so that timing does not serialise host and device."""
+
+    PARTS = ("prefill", "draft", "target", "verify", "commit", "other")
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self.reset()
+
+    def reset(self) -> None:
+        self.seconds = dict.fromkeys(self.PARTS, 0.0)
+        self.marks: list[tuple[str, Any]] = []
+
+    def mark(self, part: str) -> None:
+        """The time from here to the next mark belongs to `part`."""
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((part, event))
+        else:
+            self.marks.append((part, time.perf_counter()))
+
+    def settle(self) -> float:
+        """Close the last part, add up; called where the host has waited for the device anyway -> seconds since the first."""
+        self.mark("other")
+        if self.cuda:
+            torch.cuda.synchronize()
+        span = [self._between(a, b) for (_, a), (_, b) in zip(self.marks, self.marks[1:])]
+        for (part, _), seconds in zip(self.marks, span):
+            self.seconds[part] += seconds
+        self.marks.clear()
+        return sum(span)
+
+    def _between(self, a: Any, b: Any) -> float:
+        return a.elapsed_time(b) / 1e3 if self.cuda else b - a
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of."""
+
+    target: Target
+    drafter: Drafter
+    policy: TreePolicy
+    verifier: Verifier
+    sampler: Sampler
+
+
+class Decoder:
+    """Answers jobs in `batch` rows; a row that is done takes the next job. Tokens depend on the job, never on the batch."""
+
+    def __init__(
+        self, parts: Parts, *, batch: int, capacity: int, seed: int, decode: Callable[[list[int]], str], stop: Sequence[str]
+    ):
+        self.parts, self.batch, self.seed, self.decode, self.stop = parts, batch, seed, decode, list(stop)
+        self.device = parts.target.device
+        self.eos = torch.tensor(parts.target.eos, dtype=torch.long, device=self.device)
+        self.clock = Clock(self.device)
+        self.passes = 0
+        self.capacity = capacity
+        zeros = torch.zeros(batch, dtype=torch.long, device=self.device)
+        self.root, self.length, self.budget = zeros.clone(), zeros.clone(), zeros.clone()
+        self.row_id, self.key, self.round = zeros.clone(), zeros.clone(), zeros.clone()
+        self.live = zeros.bool()
+        self.tokens = torch.zeros(batch, capacity + parts.policy.depth + 2, dtype=torch.long, device=self.device)
+        self.turns: list[Turn | None] = [None] * batch
+
+    @torch.inference_mode()
+    def run(self, jobs: Iterator[Job]) -> Iterator[Emission]:
+        """Answer all jobs. `jobs` is asked for the next one only when a row is free, so it may depend on earlier answers."""
+        while True:
+            yield from self._admit(jobs)
+            if not any(self.turns):
+                return
+            yield from self._step()
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def _step(self) -> Iterator[Emission]:
+        target, drafter, policy, verifier, sampler = self._parts()
+        step, clock = self._view(), self.clock
+        clock.mark("draft")
+        tree = drafter.propose(step, policy, self.ask)
+        clock.mark("target")
+        output = target.forward(step, tree, drafter.taps)
+        clock.mark("verify")
+        verdict = verifier.verify(tree, sampler.probs(output.logits, step, tree), step.rng)
+        verdict, emitted = self._trim(step, tree, verdict)
+        clock.mark("commit")
+        target.commit(step, verdict)
+        clock.mark("draft")
+        drafter.commit(step, tree, verdict, output.features)
+        clock.mark("other")
+        self._advance(verdict, emitted)
+        read = _read(tree, verdict, emitted)
+        seconds = clock.settle()
+        policy.observe(verdict, seconds)
+        self.passes += 1
+        yield from self._record(read, seconds)
+
+    def ask(self, frontier: Frontier) -> tuple[Tensor, Tensor | None]:
+        _, drafter, policy, _, sampler = self._parts()
+        return sampler.draft(drafter.expand(frontier), frontier, policy.temperature)
+
+    def _parts(self) -> tuple[Target, Drafter, TreePolicy, Verifier, Sampler]:
+        p = self.parts
+        return p.target, p.drafter, p.policy, p.verifier, p.sampler
+
+    def _view(self) -> Step:
+        extent = max(len(t.job.prompt_ids) + len(t.output_ids) - 1 for t in self.turns if t is not None)
+        rng = CounterRng(self.key, self.round)
+        return Step(self.root, self.row_id, self.length, self.live, self.budget, self.tokens, rng, extent)
+
+    def _trim(self, step: Step, tree: Tree, verdict: Verdict) -> tuple[Verdict, Tensor]:
+        """Cut at EOS and at the budget -> the verdict of what stays, and the emitted tokens [B, D+1], -1 padded."""
+        place = torch.arange(verdict.path.shape[1], device=self.device)
+        after = torch.nn.functional.pad(verdict.path[:, 1:], (0, 1), value=-1)
+        last = verdict.length[:, None] - 1
+        tokens = torch.where(place < last, tree.tokens.gather(1, after.clamp(min=0)), -1)
+        tokens = torch.where(place == last, verdict.next_token[:, None], tokens)
+        stops = torch.isin(tokens, self.eos) & (place <= last)
+        first_stop = torch.where(stops, place, place.shape[0]).amin(1)
+        length = torch.minimum(torch.minimum(verdict.length, first_stop + 1), step.budget)
+        length = torch.where(step.live, length, 0)
+        kept = place < length[:, None]
+        emitted = torch.where(kept, tokens, -1)
+        end = emitted.gather(1, (length - 1).clamp(min=0)[:, None])[:, 0]
+        return Verdict(torch.where(kept, verdict.path, -1), length, end), emitted
+
+    def _advance(self, verdict: Verdict, emitted: Tensor) -> None:
+        place = self.length[:, None] + 1 + torch.arange(emitted.shape[1], device=self.device)
+        keep = self.tokens.gather(1, place)
+        self.tokens.scatter_(1, place, torch.where(emitted >= 0, emitted, keep))
+        self.length += verdict.length
+        self.budget -= verdict.length
+        self.root = torch.where(self.live, verdict.next_token, self.root)
+        self.round += self.live.long()
+
+    def _record(self, read: list[dict[str, Any] | None], seconds: float) -> Iterator[Emission]:
+        for row, record in enumerate(read):
+            turn = self.turns[row]
+            if turn is None or record is None:
+                continue
+            emitted = record.pop("tokens_emitted")
+            if -1 in emitted or not emitted:
+                raise UserError(
+                    f"the target's law is not a distribution (NaN logits?) at token {len(turn.output_ids)} of question "
+                    f"{turn.job.id}: try target.dtype=float32, or look for a broken weight file"
+                )
+            kept = self._append(row, turn, emitted)
+            turn.steps.append({"emitted": len(kept), **record, "next_token": kept[-1], "ms": round(seconds * 1e3, 3)})
+            yield self._emission(row, turn, kept)
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    def _admit(self, jobs: Iterator[Job]) -> Iterator[Emission]:
+        """Fill free rows. Repeats, since a first token can already end its turn."""
+        while free := [row for row, turn in enumerate(self.turns) if turn is None]:
+            taken = [(row, job) for row, job in zip(free, jobs)]
+            if not taken:
+                return
+            self.clock.mark("prefill")
+            rows, batch = [row for row, _ in taken], [job for _, job in taken]
+            first = self._prefill(rows, batch).tolist()
+            self.clock.settle()
+            for row, job, token in zip(rows, batch, first):
+                if token < 0:
+                    raise UserError(f"the target's logits are NaN after the prompt of question {job.id}")
+                turn = self.turns[row] = Turn(job)
+                yield self._emission(row, turn, self._append(row, turn, [token]))
+
+    def _prefill(self, rows: list[int], jobs: list[Job]) -> Tensor:
+        target, drafter, _, _, sampler = self._parts()
+        length = torch.tensor([len(job.prompt_ids) for job in jobs], device=self.device)
+        tokens = torch.zeros(len(rows), int(max(map(len, (j.prompt_ids for j in jobs)))), dtype=torch.long)
+        for i, job in enumerate(jobs):
+            tokens[i, : len(job.prompt_ids)] = torch.tensor(job.prompt_ids)
+        tokens = tokens.to(self.device)
+        keys = [row_key(self.seed, job.id, job.turn) for job in jobs]
+        key = torch.tensor(keys, device=self.device)
+        logits, features = target.extend(rows, tokens, length, drafter.taps)
+        p = sampler.warp(sampler.process(logits[:, None], tokens, length))[:, 0]
+        first = CounterRng(key, torch.zeros_like(key)).pick(p)
+        drafter.extend(rows, tokens, length, features)
+        self.tokens[rows, : tokens.shape[1]] = tokens
+        self.tokens[rows, length] = first
+        self.root[rows], self.length[rows], self.key[rows] = first, length, key
+        self.budget[rows] = torch.tensor([job.budget - 1 for job in jobs], device=self.device)
+        self.round[rows], self.live[rows] = 1, True
+        self.row_id[rows] = torch.tensor([key % (1 << 31) for key in keys], device=self.device)
+        return first
+
+    def _append(self, row: int, turn: Turn, tokens: list[int]) -> list[int]:
+        """Add tokens to the answer, cut at the token that completes a stop string -> those that stay."""
+        for count, token in enumerate(tokens, 1):
+            turn.output_ids.append(token)
+            if self.stop and (cut := self._stop_at(turn)) is not None:
+                turn.text, turn.finish = cut, "stop"
+                return tokens[:count]
+        if turn.output_ids[-1] in self.parts.target.eos:
+            turn.finish = "eos"
+        elif len(turn.output_ids) >= turn.job.budget:
+            turn.finish = "length"
+        return tokens
+
+    def _stop_at(self, turn: Turn) -> str | None:
+        text = self.decode(turn.output_ids)
+        found = [at for stop in self.stop if (at := text.find(stop)) >= 0]
+        return text[: min(found)] if found else None
+
+    def _emission(self, row: int, turn: Turn, tokens: list[int]) -> Emission:
+        done = bool(turn.finish)
+        if done:
+            if turn.finish != "stop":
+                turn.text = self.decode(turn.output_ids)
+            self.turns[row] = None
+            self.live[row] = False
+            self.parts.drafter.release([row])
+        return Emission(turn, tokens, done)
+
+    def clear(self) -> None:
+        """Drop what is in flight (after an interruption)."""
+        self.turns = [None] * self.batch
+        self.live[:] = False
+        self.clock.marks.clear()
+
+
+def _read(tree: Tree, verdict: Verdict, emitted: Tensor) -> list[dict[str, Any] | None]:
+    """The one device read of a step: what was emitted, and the tree for the trace."""
+    tokens = torch.where(tree.valid, tree.tokens, -1)
+    widths = [emitted.shape[1], verdict.path.shape[1], tokens.shape[1], tokens.shape[1]]
+    score = tree.score.float().nan_to_num(neginf=-1e9).double().view(torch.long)
+    length = verdict.length[:, None]
+    packed = torch.cat([emitted, verdict.path, tokens, tree.parent, score, length], 1).cpu()
+    records: list[dict[str, Any] | None] = []
+    for row, scores in zip(packed.tolist(), packed[:, sum(widths) : -1].contiguous().view(torch.double).tolist()):
+        parts, at = [], 0
+        for width in widths:
+            parts.append(row[at : at + width])
+            at += width
+        count = row[-1]
+        records.append(
+            {
+                "tokens_emitted": parts[0][:count],
+                "tokens": parts[2],
+                "parent": parts[3],
+                "score": [round(s, 4) if s > -1e8 else None for s in scores],
+                "path": parts[1][:count],
+            }
+            if count
+            else None
+        )
+    return records

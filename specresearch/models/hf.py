@@ -1,0 +1,388 @@
+"""The adapter: any Hugging Face causal LM with ordinary attention becomes a Target, with no copied modelling file."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from specresearch.kernels.tree import ancestors
+from specresearch.models.cache import LayerShape, SlotCache
+from specresearch.sampling import Sampler
+from specresearch.types import Step, Tap, Target, TargetOutput, Tree, UserError, Verdict
+
+PREFILL_CHUNK = 512  # tokens of a prompt fed at once: bounds the mask and the activations of long prompts
+
+
+class HFModel(Target):
+    """Every pass is told its positions, its mask and the slots it writes; the wrapped model keeps no state of its own."""
+
+    def __init__(self, model: Any, tokenizer: Any, name: str):
+        self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
+        self.device = model.get_input_embeddings().weight.device
+        self.dtype = model.get_input_embeddings().weight.dtype
+        config = model.config.get_text_config()
+        self.context = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+        self.window = None  # set by the probe, if any layer has one
+        self.head = model.get_output_embeddings()
+        self.blocks = _blocks(model)
+        self.vocab_size = int(config.vocab_size)
+        self.eos = _eos(model, tokenizer)
+        self.cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        self.shapes = self._probe()
+        self.cache: SlotCache | None = None
+        self._keep: Tensor | None = None
+        self._captured: dict[Tap, Tensor] | None = None
+        self._hook()
+        self._check()
+
+    # -- the model as it is ------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _probe(self) -> list[LayerShape]:
+        """Run two tokens through the model's own cache to see what a layer caches. Refuses what cannot be rolled back."""
+        ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        output = self.model(input_ids=ids, use_cache=True)
+        cache = getattr(output, self.cache_name, None)
+        layers = getattr(cache, "layers", None)
+        kind = self.model.config.model_type
+        if not layers:
+            raise UserError(f"{self.name} ({kind}) keeps no K/V cache, so rejected tokens could not be rolled back")
+        for layer in layers:
+            keys = getattr(layer, "keys", None)
+            if not isinstance(keys, Tensor) or keys.dim() != 4 or keys.shape[2] != 2 or hasattr(layer, "recurrent_states"):
+                raise UserError(f"{self.name} ({kind}) has layers with recurrent state, which cannot be rolled back")
+        windows = [int(layer.sliding_window) for layer in layers if getattr(layer, "is_sliding", False)]
+        self.window = min(windows, default=None)
+        return [
+            LayerShape(x.keys.shape[1], x.keys.shape[3], x.values.shape[3], x.keys.dtype, x.keys.device) for x in layers
+        ]
+
+    def _hook(self) -> None:
+        """Two hooks stand in for a copied forward: the head sees only the rows asked for, the blocks give their stream."""
+
+        def keep_rows(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            if self._keep is None:
+                return None
+            return (args[0].gather(1, self._keep.to(args[0].device)[:, None, None].expand(-1, 1, args[0].shape[-1])),)
+
+        def stream(tap: int) -> Any:
+            def capture(_: nn.Module, args: Any, output: Any) -> None:
+                if self._captured is not None and tap in self._captured:
+                    self._captured[tap] = output[0] if isinstance(output, tuple) else output
+
+            return capture
+
+        def before_head(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if self._captured is not None and "norm" in self._captured:
+                self._captured["norm"] = args[0]
+
+        def first(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+            if self._captured is not None and 0 in self._captured:
+                self._captured[0] = args[0] if args else kwargs["hidden_states"]
+
+        self.head.register_forward_pre_hook(before_head)
+        self.head.register_forward_pre_hook(keep_rows)
+        self.blocks[0].register_forward_pre_hook(first, with_kwargs=True)
+        for index, block in enumerate(self.blocks):
+            block.register_forward_hook(stream(index + 1))
+
+    def _check(self) -> None:
+        """Some architectures ignore explicit positions or masks. Compare a tree pass with the plain forward, once."""
+        chain = torch.arange(12, device=self.device)[None] * 7 % min(self.vocab_size, 101)
+        with torch.inference_mode():
+            self._captured = None
+            plain = self.model(input_ids=chain).logits[0, 6:].double()
+        self.reserve(1, 6, 12)
+        self.extend([0], chain[:, :6], torch.tensor([6], device=self.device), ())
+        # Nodes 0..5 are the true continuation, each followed by a decoy sibling that it must not see.
+        nodes = torch.stack([chain[:, 6:], (chain[:, 6:] + 1) % self.vocab_size], -1).flatten(1)
+        order = torch.arange(12, device=self.device)
+        mask = ((order % 2 == 0) & (order <= order[:, None])) | (order == order[:, None])
+        length = torch.tensor([6], device=self.device)
+        logits, _ = self.run(nodes, 6 + (order // 2)[None], length, mask[None], 6)
+        error = float((logits[0, ::2].double() - plain).abs().max())
+        bound = min(256 * torch.finfo(self.dtype).eps, 0.1) * float(plain.abs().max()) + 1e-6
+        self.cache = None
+        if not error <= bound:
+            raise UserError(
+                f"{self.name} ({self.model.config.model_type}) does not follow explicit positions and a 4-D mask: "
+                f"a tree pass differs from the plain one by {error:.2g} in the logits (rounding explains {bound:.2g})"
+            )
+
+    def first_layers(self, count: int) -> HFModel:
+        """The same model cut after `count` blocks, with the same norm and head; all weights are shared."""
+        if not 1 <= count < len(self.blocks):
+            raise UserError(f"drafter.layers={count}: {self.name} has {len(self.blocks)} layers, use 1 to one less")
+        model, base = _shallow(self.model), _shallow(self.model.base_model)
+        name = next(n for n, m in self.model.base_model.named_children() if m is self.blocks)
+        base._modules[name] = nn.ModuleList(list(self.blocks)[:count])
+        model._modules[self.model.base_model_prefix] = base
+        model.config = base.config = copy.deepcopy(self.model.config)
+        model.config.get_text_config().num_hidden_layers = count
+        return HFModel(model, self.tokenizer, f"{self.name}[:{count}]")
+
+    # -- the target's role -------------------------------------------------------------------------------------------
+
+    def reserve(self, batch: int, capacity: int, tree_size: int) -> None:
+        """Slots for `batch` rows of `capacity` tokens, and `tree_size` more for nodes that are not committed yet."""
+        if self.window is not None and capacity + tree_size > self.window:
+            raise UserError(
+                f"{self.name} has a sliding window of {self.window} tokens and {capacity + tree_size} are needed, so "
+                "rejected tokens could not be rolled back: use shorter prompts or a smaller max_new_tokens"
+            )
+        slots = capacity + tree_size
+        if self.cache is None or self.cache.batch != batch or self.cache.slots < slots:
+            self.cache = None  # free the old one first
+            self.cache = SlotCache(self.shapes, batch, slots)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        length: Tensor,
+        mask: Tensor,
+        extent: int,
+        *,
+        start: int = 0,
+        rows: Sequence[int] | None = None,
+        keep: Tensor | None = None,
+        taps: Sequence[Tap] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """One pass over `tokens` [R, q] at `positions` [R, q], written `start` slots behind the `length` [R] cached ones.
+
+        Query i sees the whole prefix, and those of the start + q slots behind it that `mask` [R, q, start + q] allows.
+        `extent` >= every length, known to the host. `rows` = the cache rows meant, all if None. `keep` [R] = the one
+        query per row whose logits are wanted. -> logits [R, q or 1, V], the taps' features [R, q, F].
+        """
+        assert self.cache is not None
+        cache, (count, width) = self.cache, tokens.shape
+        visible = extent + start + width
+        at = torch.arange(count, device=self.device) if rows is None else torch.tensor(rows, device=self.device)
+        slots = (at * cache.slots + length + start)[:, None] + torch.arange(width, device=self.device)
+        cache.aim(slots.flatten(), rows, visible)
+        self._keep, self._captured = keep, dict.fromkeys(taps) if taps else None  # type: ignore[assignment]
+        kwargs = {self.cache_name: cache, "use_cache": True}
+        try:
+            logits = self.model(
+                input_ids=tokens,
+                position_ids=positions.clamp(max=self.context - 1),  # nodes past the context are never emitted
+                attention_mask=_additive(length, mask, visible, self.dtype),
+                **kwargs,
+            ).logits
+            captured = self._captured
+        finally:
+            self._keep = self._captured = None
+        if not captured:
+            return logits, None
+        return logits, torch.cat([captured[tap].to(self.device) for tap in taps], -1)
+
+    def extend(
+        self, rows: Sequence[int], tokens: Tensor, length: Tensor, taps: Sequence[Tap]
+    ) -> tuple[Tensor, Tensor | None]:
+        last, features = None, []
+        for begin in range(0, tokens.shape[1], PREFILL_CHUNK):
+            chunk = tokens[:, begin : begin + PREFILL_CHUNK]
+            width = chunk.shape[1]
+            positions = torch.arange(begin, begin + width, device=self.device).expand(len(rows), -1)
+            causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril().expand(len(rows), -1, -1)
+            end = length - 1 - begin
+            before = torch.full_like(length, begin)
+            keep = end.clamp(0, width - 1)
+            logits, feature = self.run(chunk, positions, before, causal, begin, rows=rows, keep=keep, taps=taps)
+            here = ((end >= 0) & (end < width))[:, None]
+            last = logits[:, 0] if last is None else torch.where(here, logits[:, 0], last)
+            features.append(feature)
+        assert last is not None
+        return last, torch.cat(features, 1) if taps else None  # type: ignore[arg-type]
+
+    def forward(self, step: Step, tree: Tree, taps: Sequence[Tap]) -> TargetOutput:
+        positions = step.length[:, None] + tree.depth
+        mask = ancestors(tree.parent)
+        logits, features = self.run(tree.tokens, positions, step.length, mask, step.extent, taps=taps)
+        return TargetOutput(logits, features)
+
+    def commit(self, step: Step, verdict: Verdict) -> None:
+        if verdict.path.shape[1] == 1:
+            return  # the root already lies where it belongs
+        assert self.cache is not None
+        path = verdict.path[:, 1:]
+        place = torch.arange(1, path.shape[1] + 1, device=path.device)
+        base = (torch.arange(path.shape[0], device=path.device) * self.cache.slots + step.length)[:, None]
+        self.cache.move(base + torch.where(path >= 0, path, place), base + place)
+
+    @torch.inference_mode()
+    def reference(self, tokens: list[int], positions: list[int], one_by_one: bool = False) -> Tensor:
+        """Logits [len(positions), V] after the tokens at `positions`, by the model's own forward, cache, mask and positions:
+        nothing of this adapter takes part. All at once, or with the last len(positions) tokens fed one by one."""
+        ids = torch.tensor([tokens], device=self.device)
+        if not one_by_one:
+            return self.model(input_ids=ids, use_cache=False).logits[0, positions]
+        start, rows, cache = min(positions), [], None
+        for begin, end in [(0, start), *((i, i + 1) for i in range(start, max(positions) + 1))]:
+            if begin == end:
+                continue
+            output = self.model(input_ids=ids[:, begin:end], use_cache=True, **({self.cache_name: cache} if cache else {}))
+            cache = getattr(output, self.cache_name)
+            if begin in positions:
+                rows.append(output.logits[0, -1])
+        return torch.stack(rows)
+
+    @torch.inference_mode()
+    def generate(self, prompt: list[int], budget: int, sampler: Sampler, stop: Sequence[str]) -> list[int]:
+        """transformers' own `generate` under the same settings: the outside baseline."""
+        kwargs: dict[str, Any] = {"do_sample": sampler.temperature > 0}
+        if sampler.temperature > 0:
+            kwargs |= {"temperature": sampler.temperature, "top_k": sampler.top_k, "top_p": sampler.top_p}
+            kwargs |= {"min_p": sampler.min_p or None}
+        if sampler.logit_bias:
+            kwargs["sequence_bias"] = {(token,): bias for token, bias in sampler.logit_bias.items()}
+        if stop:
+            kwargs |= {"stop_strings": list(stop), "tokenizer": self.tokenizer}
+        ids = torch.tensor([prompt], device=self.device)
+        output = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=budget,
+            repetition_penalty=sampler.repetition_penalty,
+            eos_token_id=list(self.eos) or None,
+            pad_token_id=self.eos[0] if self.eos else 0,
+            **kwargs,
+        )
+        return output[0, len(prompt) :].tolist()
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation that waits for an answer, by the model's chat template if it has one."""
+        if self.tokenizer is None:
+            raise UserError(f"{self.name} comes without a tokenizer, so text prompts cannot be read")
+        if self.tokenizer.chat_template is None:
+            return list(self.tokenizer("\n".join(m["content"] for m in messages)).input_ids)
+        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def text(self, ids: list[int]) -> str:
+        if self.tokenizer is None:
+            return " ".join(map(str, ids))
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def seconds(self, nodes: int, prefix: int = 64) -> float:
+        """Median time of a pass over `nodes` tokens behind `prefix` cached ones, one row; the cache's content is lost."""
+        self.reserve(1, prefix, max(nodes, 64))
+        zeros = torch.zeros(1, nodes, dtype=torch.long, device=self.device)
+        mask = torch.ones(1, nodes, nodes, dtype=torch.bool, device=self.device).tril()
+        length, times = torch.tensor([prefix], device=self.device), []
+        for _ in range(6):
+            began = time.perf_counter()
+            self.run(zeros, prefix + torch.arange(nodes, device=self.device)[None], length, mask, prefix)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times[1:])
+
+
+def _additive(length: Tensor, mask: Tensor, visible: int, dtype: torch.dtype) -> Tensor:
+    """Prefix of `length` [R], then `mask` [R, q, M] -> additive [R, 1, q, visible].
+
+    Additive, since transformers' eager attention reads a bool mask as numbers (it adds 1 where it should block).
+    """
+    relative = torch.arange(visible, device=mask.device) - length[:, None]
+    inside = (relative >= 0) & (relative < mask.shape[-1])
+    index = relative.clamp(0, mask.shape[-1] - 1)[:, None].expand(-1, mask.shape[1], -1)
+    seen = (mask.gather(-1, index) & inside[:, None]) | (relative < 0)[:, None]
+    return torch.zeros(seen.shape, dtype=dtype, device=mask.device).masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+
+
+def _blocks(model: Any) -> nn.ModuleList:
+    count = model.config.get_text_config().num_hidden_layers
+    for child in model.base_model.children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return child
+    raise UserError(f"{model.config.model_type}: no list of {count} transformer blocks found, so this is no plain decoder")
+
+
+def _shallow(module: Any) -> Any:
+    clone = copy.copy(module)
+    clone._modules = dict(module._modules)
+    return clone
+
+
+def _eos(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    own = getattr(model.generation_config, "eos_token_id", None)
+    ids = own if isinstance(own, list) else [own]
+    return tuple(sorted({int(i) for i in [*ids, getattr(tokenizer, "eos_token_id", None)] if i is not None}))
+
+
+def resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError):
+        raise UserError(f"target.device={device} is not to be had here: use auto, cpu or cuda") from None
+    return found
+
+
+def resolve_dtype(dtype: str | None, device: torch.device) -> torch.dtype:
+    name = dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    if name not in ("float64", "float32", "bfloat16", "float16"):
+        raise UserError(f"target.dtype={name} is unknown: use float32, bfloat16, float16 or float64")
+    return getattr(torch, name)
+
+
+def load(
+    *, id: str, revision: str | None = None, dtype: str | None = None, device: str = "auto", device_map: Any = None
+) -> HFModel:
+    """A model from the Hub or a local folder. Raises UserError if it cannot be had or cannot be used."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    where = resolve_device(device)
+    kwargs = {"revision": revision, "dtype": resolve_dtype(dtype, where)}
+    try:
+        if device_map is not None:
+            kwargs["device_map"] = device_map
+        model = transformers.AutoModelForCausalLM.from_pretrained(id, **kwargs)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(_why_not(id, error)) from None
+    if device_map is None:
+        model = model.to(where)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(id, revision=revision)
+    except (OSError, ValueError, KeyError):
+        tokenizer = None
+    return HFModel(model, tokenizer, id)
+
+
+def _why_not(id: str, error: Exception) -> str:
+    if Path(id).is_dir():
+        return f"the model in {id} cannot be loaded: {_line(error)}"
+    looks_local = id.startswith((".", "/", "~")) or Path(id).exists()
+    if looks_local:
+        return f"{id} is not a folder with a model (config.json, model.safetensors, tokenizer.json)"
+    return f"model {id} is neither a local folder nor to be had from the Hub (no such id, or no network): {_line(error)}"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:160]
+
+
+def require_same_vocabulary(target: HFModel, other: HFModel, name: str) -> None:
+    """Token by token, since vocabularies of one size may differ and padded ones may agree. Raises UserError."""
+    if target.tokenizer is None or other.tokenizer is None:
+        raise UserError(f"{name}: without both tokenizers it cannot be told whether the vocabularies agree")
+    ours, theirs = target.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+    odd = sorted((t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)), key=lambda t: ours.get(t, 1 << 60))
+    if odd:
+        raise UserError(
+            f"{name} has another vocabulary than the target ({len(odd)} tokens differ, e.g. {odd[0]!r}: "
+            f"{ours.get(odd[0])} in the target, {theirs.get(odd[0])} in the drafter): use a model of the same family"
+        )

@@ -1,0 +1,44 @@
+"""A random Llama of a few thousand parameters with a byte tokenizer: for tests, and for trying things in seconds."""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from specresearch.models.hf import HFModel, resolve_device, resolve_dtype
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, then the end-of-text token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: i for i, symbol in enumerate(alphabet)} | {"<eos>": len(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+
+
+def load(
+    *, dtype: str | None = None, device: str = "auto", seed: int = 0, layers: int = 2, vocab_size: int | None = None
+) -> HFModel:
+    tokenizer = byte_tokenizer()
+    config = LlamaConfig(
+        vocab_size=vocab_size or len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        initializer_range=0.5,  # wide enough that the laws differ from place to place
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    where = resolve_device(device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    return HFModel(model.to(device=where, dtype=resolve_dtype(dtype, where)), tokenizer, "tiny")

@@ -1,0 +1,284 @@
+"""The main job: answer the questions with and without speculation, measure both, check one against the other."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specresearch.decode import Decoder, Emission, Job, Parts, Turn
+from specresearch.drafters.none import NoDrafter
+from specresearch.lossless.greedy import GreedyJudge, verdict_of
+from specresearch.metrics import Block, Line, summarise
+from specresearch.prompts import Question
+from specresearch.trees.static import StaticTree
+from specresearch.types import Target, UserError
+
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The root keys of the configuration that the run itself reads."""
+
+    seed: int
+    max_new_tokens: int
+    batch_size: int
+    stop: Sequence[str]
+    baseline: bool | str
+    check: bool
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "batch_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{name}={value}: use a whole number of at least 1")
+        if not isinstance(self.seed, int):
+            raise UserError(f"seed={self.seed}: use a whole number")
+        if self.baseline not in (True, False, "hf"):
+            raise UserError(f"baseline={self.baseline} is unknown: use true, false or hf")
+        if not isinstance(self.check, bool):
+            raise UserError(f"check={self.check}: use true or false")
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise UserError(f"stop={self.stop!r}: use a list of texts, none of them empty, e.g. 'stop=[\"END\"]'")
+
+
+class Conversations:
+    """The jobs of some questions, as an iterator that may run dry and fill again: a next turn waits for the answer."""
+
+    def __init__(self, target: Target, questions: Sequence[Question], settings: Settings):
+        self.target, self.settings = target, settings
+        self.messages: dict[int | str, list[dict[str, str]]] = {q.id: [] for q in questions}
+        self.left = {q.id: deque(q.turns) for q in questions}
+        self.kinds = {q.id: q.kind for q in questions}
+        self.ready: deque[Job] = deque()
+        self.skipped: list[str] = []
+        for q in questions:
+            self._push(q.id, 0)
+
+    def _push(self, id: int | str, turn: int) -> None:
+        self.messages[id].append({"role": "user", "content": self.left[id].popleft()})
+        ids = self.target.chat(self.messages[id])
+        room = self.target.context - len(ids)
+        if room >= 1 and (turn or room >= self.settings.max_new_tokens):
+            job = Job(id, self.kinds[id], turn, ids, min(self.settings.max_new_tokens, room))
+            # A next turn goes first: its row is the one that has just become free.
+            self.ready.appendleft(job) if turn else self.ready.append(job)
+        else:
+            self.skipped.append(f"question {id} turn {turn + 1} has {len(ids)} tokens, the context {self.target.context}")
+
+    def __iter__(self) -> Conversations:
+        return self
+
+    def __next__(self) -> Job:
+        if not self.ready:
+            raise StopIteration
+        return self.ready.popleft()
+
+    def answered(self, turn: Turn) -> None:
+        job = turn.job
+        self.messages[job.id].append({"role": "assistant", "content": turn.text})
+        if self.left[job.id]:
+            self._push(job.id, job.turn + 1)
+
+
+def required_capacity(target: Target, questions: Sequence[Question], settings: Settings) -> int:
+    """Most tokens a row must hold. Raises UserError where a first turn and the budget exceed the context."""
+    most = 1
+    for q in questions:
+        first = len(target.chat([{"role": "user", "content": q.turns[0]}]))
+        need = first + settings.max_new_tokens
+        if need > target.context:
+            raise UserError(
+                f"question {q.id} has {first} tokens and max_new_tokens={settings.max_new_tokens} more do not fit into the "
+                f"context of {target.context}: lower max_new_tokens or shorten the prompt"
+            )
+        for turn in q.turns[1:]:
+            need += len(target.chat([{"role": "user", "content": turn}])) + settings.max_new_tokens + 16
+        most = max(most, min(need, target.context))
+    return most
+
+
+class Run:
+    """Blocks of questions, each answered in every mode, in alternating order. What a block needs is kept on disk."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        questions: Sequence[Question],
+        settings: Settings,
+        folder: Path,
+        on_turn: Callable[[Line, list[Line], list[Block]], None],
+        on_tokens: Callable[[Emission], None] | None = None,
+    ):
+        self.parts, self.settings, self.folder = parts, settings, folder
+        self.on_turn, self.on_tokens = on_turn, on_tokens
+        size = settings.batch_size if settings.batch_size == 1 else 4 * settings.batch_size
+        self.questions = [questions[i : i + size] for i in range(0, len(questions), size)]
+        self.lines, self.blocks = read_finished(folder)
+        write_lines(folder / "trace.jsonl", self.lines)
+        write_lines(folder / "blocks.jsonl", self.blocks)
+        self.fresh: list[Line] = []  # answers of the block in progress
+        capacity = required_capacity(parts.target, questions, settings)
+        slots = max(parts.policy.asked, parts.policy.size)
+        self.tree_size = max(slots, 64)  # the checks replay passes in the same cache
+        self.reserve = lambda: parts.target.reserve(settings.batch_size, capacity, self.tree_size)
+        self.reserve()
+        parts.drafter.reserve(settings.batch_size, capacity, slots)
+        decoder = {"batch": settings.batch_size, "capacity": capacity, "seed": settings.seed}
+        self.speculative = Decoder(parts, **decoder, decode=parts.target.text, stop=settings.stop)
+        plain = replace(parts, drafter=NoDrafter(parts.target), policy=StaticTree(temperature=0, parents=[-1]))
+        self.plain = Decoder(plain, **decoder, decode=parts.target.text, stop=settings.stop)
+        exact = settings.batch_size == 1
+        self.judge = GreedyJudge(parts.target, parts.sampler, exact_replay=exact, tree_size=self.tree_size)
+
+    def execute(self) -> None:
+        """Answer what is left. On KeyboardInterrupt the finished answers of the block are saved before it goes on its way."""
+        todo = range(len(self.blocks), len(self.questions))
+        if todo:
+            self._warm_up(self.questions[todo[0]][0])
+        for index in todo:
+            try:
+                self._block(index)
+            except KeyboardInterrupt:
+                append_lines(self.folder / "trace.jsonl", self.fresh)
+                self.lines += self.fresh
+                self.speculative.clear()
+                raise
+
+    def _warm_up(self, question: Question) -> None:
+        short = replace(self.settings, max_new_tokens=WARM_UP_TOKENS)
+        for decoder in (self.speculative, self.plain) if self.settings.baseline else (self.speculative,):
+            first = replace(question, turns=question.turns[:1])
+            for _ in decoder.run(Conversations(self.parts.target, [first], short)):
+                pass
+
+    def _block(self, index: int) -> None:
+        questions, self.fresh = self.questions[index], []
+        self.reserve()
+        modes = ["speculative"] + (["baseline"] if self.settings.baseline else [])
+        if self.settings.baseline == "hf":
+            modes.append("hf")
+        block: Block = {"block": index, "kinds": sorted({q.kind for q in questions})}
+        plain: list[Line] = []
+        for mode in modes if index % 2 == 0 else reversed(modes):
+            if mode == "hf":
+                block["hf"] = self._hf(questions)
+            else:
+                block[mode], lines = self._decode(questions, mode == "speculative")
+                plain = lines if mode == "baseline" else plain
+        if self.settings.check and self.parts.sampler.temperature == 0:
+            block["check"] = self._check(plain)
+        block["answers"] = len(self.fresh)
+        append_lines(self.folder / "trace.jsonl", self.fresh)
+        append_lines(self.folder / "blocks.jsonl", [block])
+        self.lines, self.fresh = self.lines + self.fresh, []
+        self.blocks.append(block)
+
+    def _decode(self, questions: Sequence[Question], speculative: bool) -> tuple[Block, list[Line]]:
+        decoder = self.speculative if speculative else self.plain
+        jobs = Conversations(self.parts.target, questions, self.settings)
+        lines: list[Line] = []
+        decoder.clock.reset()
+        passes, began = decoder.passes, time.perf_counter()
+        shown = 0.0  # time spent on showing progress, which is not decoding
+        for emission in decoder.run(jobs):
+            if emission.done:
+                jobs.answered(emission.turn)
+                lines.append(emission.turn.line())
+            if speculative:
+                at = time.perf_counter()
+                self._show(emission, lines)
+                shown += time.perf_counter() - at
+        seconds = time.perf_counter() - began - shown
+        order = {q.id: i for i, q in enumerate(questions)}
+        lines.sort(key=lambda line: (order[line["id"]], line["turn"]))
+        if speculative:
+            self.fresh = lines
+        tokens = sum(len(line["output_ids"]) for line in lines)
+        block = {"tokens": tokens, "seconds": seconds, "target_passes": decoder.passes - passes}
+        return block | {"time": dict(decoder.clock.seconds), "skipped": jobs.skipped}, lines
+
+    def _show(self, emission: Emission, lines: list[Line]) -> None:
+        self.fresh = lines  # should the user interrupt now
+        if self.on_tokens is not None:
+            self.on_tokens(emission)
+        if emission.done:
+            self.on_turn(lines[-1], self.lines + lines, self.blocks)
+
+    def _hf(self, questions: Sequence[Question]) -> Block:
+        target, tokens, seconds = self.parts.target, 0, 0.0
+        jobs = Conversations(target, questions, self.settings)
+        for job in jobs:  # one by one, as `generate` is mostly called
+            began = time.perf_counter()
+            ids = target.generate(job.prompt_ids, job.budget, self.parts.sampler, self.settings.stop)
+            seconds += time.perf_counter() - began
+            tokens += len(ids)
+            jobs.answered(Turn(job, ids, target.text(ids)))
+        return {"tokens": tokens, "seconds": seconds}
+
+    def _check(self, plain: list[Line]) -> list[Line]:
+        """Compare each answer with plain decoding's; where an earlier turn parted, the prompts differ and it stands alone."""
+        baseline = {(line["id"], line["turn"]): line for line in plain}
+        results = []
+        for line in self.fresh:
+            other = baseline.get((line["id"], line["turn"]))
+            same = other is not None and other["prompt_ids"] == line["prompt_ids"]
+            found = self.judge.compare(line, other["output_ids"] if same and other else None)
+            results.append({"id": line["id"], "turn": line["turn"]} | found)
+        return results
+
+    def summary(self) -> dict[str, Any]:
+        """Everything measured so far, all of it from the lines and the blocks."""
+        return summarise(self.lines, self.blocks) | {"lossless": self._lossless()}
+
+    def _lossless(self) -> dict[str, Any]:
+        drafted = sum(token >= 0 for line in self.lines for step in line["steps"] for token in step["tokens"][1:])
+        if lossy := self.parts.verifier.lossy:
+            return {"kind": "none", "verdict": "lossy", "reason": lossy}
+        if not self.settings.check or self.parts.sampler.temperature > 0:
+            reason = "check=false" if not self.settings.check else "no statistical test above temperature 0 yet"
+            return {"kind": "none", "verdict": "not_checked" if drafted else "not_exercised", "reason": reason}
+        results = [result for block in self.blocks for result in block.get("check", [])]
+        evidence = {
+            "answers": len(results),
+            "equal": sum(result["equal"] for result in results),
+            "reference": "plain decoding" if self.settings.baseline else "teacher forcing",
+            "near_ties": [entry for result in results for entry in result["near_ties"]],
+            "violations": [entry for result in results for entry in result["violations"]],
+        }
+        verdict = verdict_of(results, drafted) if results else "not_checked"
+        return {"kind": "greedy_equality", "verdict": verdict} | evidence
+
+
+def read_finished(folder: Path) -> tuple[list[Line], list[Block]]:
+    """The complete blocks of an earlier try, and the answers in them; answers of a block that broke off are redone."""
+    blocks, lines = read_lines(folder / "blocks.jsonl"), read_lines(folder / "trace.jsonl")
+    done = sum(block["answers"] for block in blocks)
+    return lines[:done], blocks
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Whole lines only: a line cut by a crash does not count."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def write_lines(path: Path, lines: Sequence[Line]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def append_lines(path: Path, lines: Sequence[Line]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))

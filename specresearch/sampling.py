@@ -1,0 +1,129 @@
+"""Processors and warp: the only home of temperature and truncation, shared by p, q, the baseline and the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from specresearch.kernels.tree import node_paths
+from specresearch.types import Frontier, Step, Tree, UserError
+
+
+def warp(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """Logits [..., V] -> probabilities, in transformers' order and with its tie rules (ties at the k-th value all stay).
+
+    At temperature 0 the law is one-hot at the first argmax. A row that is no law (NaN, +inf or all -inf) becomes NaN.
+    Half precision is raised to float32, float64 stays.
+    """
+    logits = logits.double() if logits.dtype == torch.float64 else logits.float()
+    if temperature == 0:
+        top, index = logits.max(-1, keepdim=True)
+        return torch.zeros_like(logits).scatter_(-1, index, 1.0 + 0.0 * top)  # 0 * NaN and 0 * inf keep the fault visible
+    logits = logits / temperature
+    if 0 < top_k < logits.shape[-1]:
+        kth = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if top_p < 1:
+        ordered, order = logits.sort(dim=-1)
+        drop = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
+        drop[..., -1] = False
+        logits = logits.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
+    probs = logits.softmax(-1)
+    if min_p > 0:
+        top = probs.amax(-1, keepdim=True)
+        probs = logits.masked_fill(probs < min_p * top, -torch.inf).softmax(-1)
+    return probs
+
+
+class Sampler:
+    """How a run turns logits into laws. `process` depends on the path (penalties); the warp does not."""
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
+    ):
+        if not temperature >= 0:
+            raise UserError(f"temperature={temperature} is not a temperature: use 0 (greedy) or a positive number")
+        if not 0 < top_p <= 1:
+            raise UserError(f"top_p={top_p} keeps nothing: use a number above 0 and up to 1 (1 = off)")
+        if not 0 <= min_p <= 1:
+            raise UserError(f"min_p={min_p}: use a number from 0 (off) to 1")
+        if top_k < 0:
+            raise UserError(f"top_k={top_k}: use 0 (off) or a positive count")
+        if not repetition_penalty > 0:
+            raise UserError(f"repetition_penalty={repetition_penalty}: use a positive number (1 = off)")
+        self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
+        self.repetition_penalty = repetition_penalty
+        self.logit_bias = {int(k): float(v) for k, v in (logit_bias or {}).items()}
+
+    @property
+    def path_dependent(self) -> bool:
+        return self.repetition_penalty != 1
+
+    def warp(self, logits: Tensor, temperature: float | None = None) -> Tensor:
+        heat = self.temperature if temperature is None else temperature
+        return warp(logits, heat, self.top_k, self.top_p, self.min_p)
+
+    def process(self, logits: Tensor, tokens: Tensor, known: Tensor, path: Tensor | None = None) -> Tensor:
+        """Logit bias, then repetition penalty. Logits [B, W, V]; history `tokens` [B, T] of which the first `known` [B]
+        count; `path` [B, W, D] = further tokens of each node, -1 padded (needed only if `path_dependent`)."""
+        if self.logit_bias:
+            ids = torch.tensor(list(self.logit_bias), device=logits.device)
+            if int(ids.min()) < 0 or int(ids.max()) >= logits.shape[-1]:
+                raise UserError(f"logit_bias has token ids outside the vocabulary of {logits.shape[-1]}")
+            bias = torch.tensor(list(self.logit_bias.values()), device=logits.device, dtype=logits.dtype)
+            logits = logits.index_add(-1, ids, bias.expand(*logits.shape[:-1], -1))
+        if self.path_dependent:
+            seen = self._seen(logits, tokens, known, path)
+            penalised = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
+            logits = torch.where(seen, penalised, logits)
+        return logits
+
+    def _seen(self, logits: Tensor, tokens: Tensor, known: Tensor, path: Tensor | None) -> Tensor:
+        batch, width, vocab = logits.shape
+        used = torch.arange(tokens.shape[1], device=tokens.device) < known[:, None]
+        ids = torch.where(used, tokens, vocab)[:, None].expand(batch, width, -1)
+        if path is not None:
+            ids = torch.cat([ids, torch.where(path >= 0, path, vocab)], -1)
+        seen = torch.zeros(batch, width, vocab + 1, dtype=torch.bool, device=logits.device)
+        return seen.scatter_(-1, ids, True)[..., :vocab]
+
+    def draft(self, logits: Tensor, frontier: Frontier, temperature: float | None) -> tuple[Tensor, Tensor | None]:
+        """Raw draft logits [B, W, V] -> growth score (fp32 log-softmax after the processors alone) and the warped q."""
+        step = frontier.step
+        logits = self.process(logits, step.tokens, step.length + 1, frontier.path)
+        silent = (logits == -torch.inf).all(-1, keepdim=True)
+        score = logits.float().log_softmax(-1).masked_fill(silent, -torch.inf)
+        q = None if temperature is None else self.warp(logits, temperature).masked_fill(silent, 0.0)
+        return score.nan_to_num(-torch.inf, posinf=-torch.inf, neginf=-torch.inf), q
+
+    def probs(self, logits: Tensor, step: Step, tree: Tree) -> TreeProbs:
+        return TreeProbs(self, logits, step, tree)
+
+
+class TreeProbs:
+    """p at the nodes of one tree, made row by row as a verifier asks, since most nodes are never visited."""
+
+    def __init__(self, sampler: Sampler, logits: Tensor, step: Step, tree: Tree):
+        self.sampler, self.logits, self.step = sampler, logits, step
+        self.path = node_paths(tree.parent, tree.tokens, tree.levels) if sampler.path_dependent else None
+        self.rows = torch.arange(logits.shape[0], device=logits.device)
+
+    def _law(self, logits: Tensor, path: Tensor | None) -> Tensor:
+        step = self.step
+        return self.sampler.warp(self.sampler.process(logits, step.tokens, step.length + 1, path))
+
+    def __call__(self, node: Tensor) -> Tensor:
+        path = None if self.path is None else self.path[self.rows, node][:, None]
+        return self._law(self.logits[self.rows, node][:, None], path)[:, 0]
+
+    def all(self) -> Tensor:
+        return self._law(self.logits, self.path)

@@ -1,0 +1,79 @@
+"""EAGLE-2's tree (Li et al. 2024, arXiv:2406.16858): grow a beam, then keep the nodes of highest joint probability."""
+
+from __future__ import annotations
+
+import torch
+
+from specresearch.trees.growth import Growth, positive, resolve_draw
+from specresearch.types import Ask, Step, Tree, TreePolicy, UserError
+
+
+class DynamicTree(TreePolicy):
+    """Re-ranking drops nodes after they were revealed, so children count as points whatever way they were chosen."""
+
+    law = "point"
+    growth = "pruned_after_reveal"
+
+    def __init__(self, *, depth: int, topk: int, size: int, temperature: float, draw: str | None = None):
+        positive(depth=depth, topk=topk, size=size)
+        if size < depth + 1:
+            raise UserError(
+                f"tree.size={size} cannot hold tree.depth={depth} levels and the root: "
+                f"use tree.size={depth + 1} or more, or tree.depth={max(size - 1, 1)}"
+            )
+        self.draw = resolve_draw(draw, temperature, "topk")
+        self.temperature = None if self.draw == "topk" else temperature
+        self.depth, self.topk = depth, topk
+        self.size = min(size, 1 + topk + (depth - 1) * topk * topk)
+        self.width = topk
+
+    @property
+    def asked(self) -> int:
+        return 1 + (self.depth - 1) * self.topk
+
+    def grow(self, step: Step, ask: Ask) -> Tree:
+        batch, device = step.root.shape[0], step.root.device
+        growth = Growth(step, ask, self.depth)
+        # Candidates carry flat numbers, the root's is 0; a child's number is always above its parent's.
+        tokens, totals, parents, levels = [step.root[:, None]], [torch.zeros(batch, 1, device=device)], [], [0]
+        parents.append(torch.full((batch, 1), -1, device=device))
+        frontier, total = torch.zeros(batch, 1, dtype=torch.long, device=device), totals[0]
+        score, q = growth.root()
+        start = 0  # draft slot of the frontier's first node
+        for level in range(self.depth):
+            child, logp = growth.children(score, q, self.topk, self.draw)
+            width, first = child.shape[-1], len(levels)
+            tokens.append(child.flatten(1))
+            totals.append((total[..., None] + logp).flatten(1))
+            parents.append(frontier[..., None].expand(-1, -1, width).flatten(1))
+            levels += [level + 1] * tokens[-1].shape[1]
+            if level == self.depth - 1:
+                break
+            best = _best(totals[-1], self.topk)
+            frontier, total = first + best, totals[-1].gather(1, best)
+            slots = start + best // width
+            start = growth.depth.shape[1]
+            score, q = growth.expand(slots, tokens[-1].gather(1, best))
+        return self._prune(torch.cat(tokens, 1), torch.cat(totals, 1), torch.cat(parents, 1), levels)
+
+    def _prune(self, tokens: torch.Tensor, total: torch.Tensor, parent: torch.Tensor, levels: list[int]) -> Tree:
+        """Keep the root and the best size-1 candidates, parents before children, siblings by falling probability.
+
+        A child never outscores its parent and the sort is stable, so no kept child lacks its parent.
+        """
+        batch, count = tokens.shape
+        kept = torch.cat([torch.zeros_like(parent[:, :1]), 1 + _best(total[:, 1:], self.size - 1)], 1)
+        dead = total.gather(1, kept) == -torch.inf
+        kept = (kept + dead * count).sort(1).values % count  # ascending, dead ones behind
+        place = torch.zeros_like(parent).scatter(1, kept, torch.arange(kept.shape[1], device=kept.device).expand(batch, -1))
+        up = place.gather(1, parent.gather(1, kept).clamp(min=0))
+        valid = total.gather(1, kept) > -torch.inf
+        up = torch.where(valid, up, 0)
+        up[:, 0] = -1
+        depth = torch.tensor(levels, device=kept.device)[kept]
+        score = total.gather(1, kept)
+        return Tree(tokens.gather(1, kept), up, depth, valid, score, self.law, self.growth, self.depth)
+
+
+def _best(total: torch.Tensor, count: int) -> torch.Tensor:
+    return total.sort(dim=1, descending=True, stable=True).indices[:, :count]

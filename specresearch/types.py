@@ -1,0 +1,239 @@
+"""The vocabulary: records that flow through one step, and the roles that exchange them.
+
+Legend: B batch rows, N tree nodes (root counted), D drafted levels, W frontier width, M draft slots asked so far,
+V vocabulary, T history, F feature width. p = target law, q = draft law. -1 means "none" in every index tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Law = Literal["point", "without_replacement", "iid"]
+Growth = Literal["static", "predictable", "pruned_after_reveal"]
+Tap = int | Literal["norm"]
+
+LAWS: tuple[Law, ...] = ("point", "without_replacement", "iid")
+GROWTHS: tuple[Growth, ...] = ("static", "predictable", "pruned_after_reveal")
+
+
+class UserError(Exception):
+    """A mistake that the user can mend. The message is one line: what is wrong and what to write instead."""
+
+
+class Rng(Protocol):
+    """The only source of chance for verifiers and tree policies, so that proofs can enumerate it.
+
+    Two calls of `accept` with the same `coin_id` in one step see the same uniform.
+    """
+
+    def accept(self, coin_id: Tensor | int, threshold: Tensor) -> Tensor:
+        """True with probability `threshold` [B] (strictly: uniform < threshold; NaN is never accepted) -> bool [B]."""
+        ...
+
+    def pick(self, weights: Tensor) -> Tensor:
+        """Draw an index in proportion to `weights` [B, V] (not normalised) -> [B]; -1 where they are NaN or all 0."""
+        ...
+
+    def draw(self, weights: Tensor, slot: int) -> Tensor:
+        """Draw draft tokens from `weights` [B, W, V] -> [B, W], -1 where a row is all 0; `slot` is one per call."""
+        ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the parts may know of the batch at the start of one step."""
+
+    root: Tensor  # [B] newest emitted token, in no cache yet
+    row_id: Tensor  # [B] number of the turn that occupies the row
+    length: Tensor  # [B] tokens in cache
+    live: Tensor  # [B] bool
+    budget: Tensor  # [B] tokens that may still be emitted
+    tokens: Tensor  # [B, T] history; the root stands at index `length`
+    rng: Rng
+    extent: int  # largest `length`, known to the host, so that no part has to ask the device
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Nodes whose next-token law is asked for. Draft slot m is the m-th node ever asked in this step; slot 0 is the root."""
+
+    step: Step
+    tokens: Tensor  # [B, W]
+    parents: Tensor  # [B, W] draft slot of each node's parent, -1 for the root
+    ancestors: Tensor  # [B, W, M] bool over draft slots, the node itself included; M = start + W
+    path: Tensor  # [B, W, D] tokens from below the root down to the node itself, -1 padded at the end
+    depth: Tensor  # [B, W] 0 for the root
+    start: int  # draft slot of the first of these nodes
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Node 0 is the root; a parent comes before its children; siblings stand in the order in which they are tried."""
+
+    tokens: Tensor  # [B, N]
+    parent: Tensor  # [B, N], -1 for the root
+    depth: Tensor  # [B, N]
+    valid: Tensor  # [B, N] bool; pads are False and never candidates
+    score: Tensor  # [B, N] fp32, cumulative draft log-probability
+    law: Law
+    growth: Growth
+    levels: int  # no node is deeper than this
+    q: Tensor | None = None  # [B, N, V]; q[:, i] = the law that node i's children were drawn from
+
+    @staticmethod
+    def of_root(step: Step) -> Tree:
+        """The size-1 tree: nothing is proposed, the step is one of plain decoding."""
+        root = step.root[:, None]
+        zero = torch.zeros_like(root)
+        return Tree(root, zero - 1, zero, torch.ones_like(root, dtype=torch.bool), zero.float(), "point", "static", 0)
+
+    def trim(self) -> Tree:
+        """Cut the pads behind the last node that any row uses, to a power of two. Reads one number from the device."""
+        number = torch.arange(1, self.valid.shape[1] + 1, device=self.valid.device)
+        used = int((self.valid * number).max())
+        size = min(self.valid.shape[1], 1 << (used - 1).bit_length())
+        fields = (self.tokens, self.parent, self.depth, self.valid, self.score)
+        q = None if self.q is None else self.q[:, :size]
+        return Tree(*(x[:, :size] for x in fields), self.law, self.growth, min(self.levels, size - 1), q)
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    logits: Tensor  # [B, N, V]
+    features: Tensor | None = None  # [B, N, F]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    path: Tensor  # [B, D+1] accepted nodes, root first, -1 padded
+    length: Tensor  # [B] tokens emitted = nodes to commit
+    next_token: Tensor  # [B] the last token emitted; -1 where p was not a distribution
+
+
+Ask = Callable[[Frontier], tuple[Tensor, Tensor | None]]  # -> score [B, W, V] fp32, q [B, W, V] or None
+
+
+class Probs(Protocol):
+    """p at the nodes of a tree: processed and warped exactly as plain decoding would."""
+
+    def __call__(self, node: Tensor) -> Tensor:
+        """node [B] -> [B, V]"""
+        ...
+
+    def all(self) -> Tensor:
+        """-> [B, N, V]"""
+        ...
+
+
+class TreePolicy:
+    """Decides which branches to ask the drafter about. `law` and `growth` carry the correctness of the acceptance rule."""
+
+    size: int  # nodes, root counted
+    depth: int  # drafted levels
+    width: int  # most children a node can have; 1 is a chain
+    law: Law
+    growth: Growth
+    temperature: float | None = None  # of the q that children are drawn from; None: nothing is drawn, no q is made
+
+    @property
+    def asked(self) -> int:
+        """Most nodes the drafter may be asked about in one step."""
+        return self.size
+
+    def grow(self, step: Step, ask: Ask) -> Tree:
+        raise NotImplementedError
+
+    def prepare(self, seconds: Callable[[int], float]) -> None:
+        """Called once before decoding; `seconds(n)` measures a target pass over n nodes (for trees shaped by cost)."""
+
+    def observe(self, verdict: Verdict, seconds: float) -> None:
+        """Called after every step (for adaptive trees)."""
+
+
+class Drafter:
+    """A next-token distribution. Overrides `propose` only if it owns whole trees, and then states their `law` and `growth`."""
+
+    taps: tuple[Tap, ...] = ()  # target features it reads: k = residual stream after k blocks, "norm" = after the final norm
+    law: Law | None = None
+    growth: Growth | None = None
+
+    def reserve(self, batch: int, capacity: int, slots: int) -> None:
+        """Called before decoding: at most `capacity` cached tokens in each of `batch` rows, `slots` nodes asked a step."""
+
+    def extend(self, rows: Sequence[int], tokens: Tensor, length: Tensor, features: Tensor | None) -> None:
+        """The first `length` [R] of `tokens` [R, T] now stand in the target's cache, from position 0, at `rows`."""
+
+    def expand(self, frontier: Frontier) -> Tensor:
+        """-> raw logits [B, W, V]; a row that is all -inf proposes nothing."""
+        raise NotImplementedError
+
+    def propose(self, step: Step, policy: TreePolicy, ask: Ask) -> Tree:
+        return policy.grow(step, ask)
+
+    def commit(self, step: Step, tree: Tree, verdict: Verdict, features: Tensor | None) -> None:
+        """The first `verdict.length` nodes of `verdict.path` were cached; `step` is still the step's start."""
+
+    def release(self, rows: Sequence[int]) -> None:
+        """These rows are free."""
+
+
+class Verifier:
+    """An acceptance rule. It is lossless for the trees whose law and growth it declares; `lossy` says why it is not."""
+
+    laws: frozenset[Law] = frozenset(LAWS)
+    growths: frozenset[Growth] = frozenset(GROWTHS)
+    chain_only: bool = False
+    greedy_only: bool = False  # right at temperature 0 only
+    lossy: str | None = None
+
+    def verify(self, tree: Tree, p: Probs, rng: Rng) -> Verdict:
+        raise NotImplementedError
+
+
+class Target:
+    """The big model. It keeps the K and V of each row in slots; the loop alone keeps the lengths."""
+
+    vocab_size: int
+    context: int  # most positions the model can take
+    eos: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype
+
+    def reserve(self, batch: int, capacity: int, tree_size: int) -> None:
+        raise NotImplementedError
+
+    def extend(
+        self, rows: Sequence[int], tokens: Tensor, length: Tensor, taps: Sequence[Tap]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Prefill rows from position 0 -> logits [R, V] after each row's last token, features [R, T, F]."""
+        raise NotImplementedError
+
+    def forward(self, step: Step, tree: Tree, taps: Sequence[Tap]) -> TargetOutput:
+        raise NotImplementedError
+
+    def reference(self, tokens: list[int], positions: list[int], one_by_one: bool = False) -> Tensor:
+        """Logits after the tokens at `positions` by an independent path, for the checks -> [len(positions), V]"""
+        raise NotImplementedError
+
+    def seconds(self, nodes: int) -> float:
+        """Measured time of a pass over `nodes` nodes; what is in the cache is lost."""
+        raise NotImplementedError
+
+    def generate(self, prompt: list[int], budget: int, sampler: Any, stop: Sequence[str]) -> list[int]:
+        """The outside baseline of `baseline=hf` -> the new tokens."""
+        raise NotImplementedError
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        raise NotImplementedError
+
+    def text(self, ids: list[int]) -> str:
+        raise NotImplementedError
+
+    def commit(self, step: Step, verdict: Verdict) -> None:
+        """Keep the K and V of the accepted nodes, in the order of the path; forget the others."""
+        raise NotImplementedError

@@ -1,0 +1,53 @@
+"""SGLang's target-only tree sampling: one coin per parent, laid against the running sum of p over its children.
+
+Lossless at thresholds of 1 with distinct siblings: the children and the rest partition [0, 1). `threshold_single` accepts
+any child with p at or above it; `threshold_acc` divides the running sum. Below 1 both bias the output.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specresearch.types import GROWTHS, Probs, Rng, Tree, UserError, Verdict, Verifier
+from specresearch.walk import walk
+
+
+class TargetOnly(Verifier):
+    laws = frozenset({"point", "without_replacement"})  # iid siblings may repeat, and would count their mass twice
+    growths = frozenset(GROWTHS)
+
+    def __init__(self, *, threshold_single: float = 1.0, threshold_acc: float = 1.0):
+        for name, value in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
+            if not 0 < value <= 1:
+                raise UserError(f"verifier.{name}={value}: use a number above 0 and up to 1 (1 = lossless)")
+        self.single, self.acc = threshold_single, threshold_acc
+        if threshold_single < 1 or threshold_acc < 1:
+            bound = min(1.0, (1 - threshold_acc) + (1 - threshold_single))
+            self.lossy = f"thresholds below 1 shift the law of a token by up to TV {bound:.3g}"
+
+    def verify(self, tree: Tree, p: Probs, rng: Rng) -> Verdict:
+        return walk(tree, p, CumulativeRule(self.single, self.acc), rng)
+
+
+class CumulativeRule:
+    residual: Tensor
+
+    def __init__(self, single: float, acc: float):
+        self.single, self.acc = single, acc
+
+    def enter(self, p: Tensor, node: Tensor) -> None:
+        self.residual, self.coin = p, node
+        self.sum = torch.zeros_like(p[:, 0])
+
+    def accept(self, child: Tensor, token: Tensor, trying: Tensor, rng: Rng) -> Tensor:
+        token = token[:, None]
+        mass = self.residual.gather(1, token)[:, 0]
+        self.sum = torch.where(trying, self.sum + mass, self.sum)
+        below = rng.accept(self.coin, torch.where(trying, self.sum / self.acc, 0.0))
+        sure = mass >= self.single if self.single < 1 else torch.zeros_like(below)
+        rest = self.residual.scatter(1, token, 0.0)
+        only = rest.sum(1) == 0  # the children cover all of p, whose fp32 sum may stop short of 1
+        ok = (below | sure | only) & (mass > 0)
+        self.residual = torch.where((trying & ~ok)[:, None], rest, self.residual)
+        return ok
