@@ -8,7 +8,7 @@ from torch import Tensor
 
 def ancestors(parent: Tensor) -> Tensor:
     """parent [B, N] -> bool [B, N, N]: entry (i, j) says that j is i itself or an ancestor of i."""
-    batch, nodes = parent.shape
+    nodes = parent.shape[1]
     index = torch.arange(nodes, device=parent.device)
     reach = (parent[..., None] == index) | (index[:, None] == index)
     for _ in range((nodes - 1).bit_length()):  # reach doubles with each squaring

@@ -1,4 +1,7 @@
-"""The command line: `python -m specresearch drafter=ngram tree.topk=4`; `-m` sweeps. Exit 0, 1 error, 2 violation, 130 Ctrl-C."""
+"""The command line: `python -m specresearch drafter=ngram tree.topk=4`; `-m` sweeps.
+
+Exit status: 0, 1 for an error, 2 where a check found a violation, 130 after Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -57,10 +61,12 @@ def decode(cfg: DictConfig, folder: Path) -> tuple[dict[str, Any], bool]:
     parts = build(cfg)
     tracker = make(cfg.tracker)
     config = OmegaConf.to_container(cfg, resolve=True)
-    tags = [HydraConfig.get().runtime.choices[group] for group in ("drafter", "tree", "verifier", "target")]
-    multirun = HydraConfig.get().mode.name == "MULTIRUN"
-    tracker.start(config, folder, group=Path(HydraConfig.get().sweep.dir).name if multirun else None, tags=tags)
-    streaming = HydraConfig.get().runtime.choices.prompts == "text"
+    hydra_cfg = HydraConfig.get()
+    choices: dict[str, Any] = hydra_cfg.runtime.choices
+    sweep = Path(hydra_cfg.sweep.dir).name if hydra_cfg.mode == RunMode.MULTIRUN else None
+    tags = [choices[group] for group in ("drafter", "tree", "verifier", "target")]
+    tracker.start(config, folder, group=sweep, tags=tags)
+    streaming = choices["prompts"] == "text"
     interrupted = False
     with console.progress() as bar:
         task = bar.add_task("decoding", total=sum(len(q.turns) for q in questions), note="")
@@ -132,7 +138,11 @@ class profiler:
             self.inner.__exit__(*error)
             self.inner.export_chrome_trace(str(self.folder / "profile.json"))
             device = "cuda" if "cuda" in str(self.inner.activities).lower() else "cpu"
-            print(self.inner.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=10, max_name_column_width=40))
+            print(
+                self.inner.key_averages().table(
+                    sort_by=f"self_{device}_time_total", row_limit=10, max_name_column_width=40
+                )
+            )
 
 
 def main() -> None:
@@ -150,7 +160,9 @@ def main() -> None:
     except (HydraException, OmegaConfBaseException) as error:
         status = console.fail(overrides.explain(error))
     except OSError as error:
-        status = console.fail(f"{error.filename or 'a file'}: {error.strerror or error}: is the folder writable, the disk full?")
+        status = console.fail(
+            f"{error.filename or 'a file'}: {error.strerror or error}: is the folder writable, the disk full?"
+        )
     except Exception:
         traceback.print_exc()
         status = 1

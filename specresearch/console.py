@@ -12,7 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 out = Console(soft_wrap=True, highlight=False)
-VERDICT_STYLE = {"lossless": "bold green", "consistent": "bold green", "near_tie": "bold yellow", "violation": "bold red"}
+VERDICT_STYLE = {
+    "lossless": "bold green",
+    "consistent": "bold green",
+    "near_tie": "bold yellow",
+    "violation": "bold red",
+}
 
 
 def fail(message: str) -> int:

@@ -105,7 +105,14 @@ class Decoder:
     """Answers jobs in `batch` rows; a row that is done takes the next job. Tokens depend on the job, never on the batch."""
 
     def __init__(
-        self, parts: Parts, *, batch: int, capacity: int, seed: int, decode: Callable[[list[int]], str], stop: Sequence[str]
+        self,
+        parts: Parts,
+        *,
+        batch: int,
+        capacity: int,
+        seed: int,
+        decode: Callable[[list[int]], str],
+        stop: Sequence[str],
     ):
         self.parts, self.batch, self.seed, self.decode, self.stop = parts, batch, seed, decode, list(stop)
         self.device = parts.target.device

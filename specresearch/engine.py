@@ -36,7 +36,8 @@ def make(node: DictConfig, **runtime: Any) -> Any:
 def build(cfg: DictConfig, target: Target | None = None) -> Parts:
     """All parts of a run, checked against each other. Raises UserError for a combination that would be wrong."""
     sampling = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias")
-    sampler = Sampler(**{key: OmegaConf.to_object(cfg)[key] for key in sampling})
+    values: Any = OmegaConf.to_object(cfg)
+    sampler = Sampler(**{key: values[key] for key in sampling})
     policy, verifier = make(cfg.tree), make(cfg.verifier)
     check_fit(Drafter(), policy, verifier, sampler.temperature, cfg.lossy)  # before any model is loaded
     target = target or make(cfg.target)
@@ -90,7 +91,9 @@ class Engine:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         ids = target.chat(messages)
         if not ids or len(ids) + cfg.max_new_tokens > target.context:
-            raise UserError(f"the prompt has {len(ids)} tokens, max_new_tokens={cfg.max_new_tokens}, context {target.context}")
+            raise UserError(
+                f"the prompt has {len(ids)} tokens, max_new_tokens={cfg.max_new_tokens}, context {target.context}"
+            )
         capacity = 128 * -(-(len(ids) + cfg.max_new_tokens) // 128)  # in steps, so that the cache is seldom made anew
         slots = max(parts.policy.asked, parts.policy.size)
         target.reserve(1, capacity, slots)

@@ -63,7 +63,8 @@ def known() -> tuple[list[str], dict[str, list[str]]]:
     for path in sorted(root.glob("*/*.yaml")):
         group = path.parent.name
         options.setdefault(group, []).append(path.stem)
-        keys |= {f"{group}.{key}" for key in OmegaConf.load(path) if key != "_target_"} | {group}  # type: ignore[union-attr]
+        content: Any = OmegaConf.load(path)
+        keys |= {f"{group}.{key}" for key in content if key != "_target_"} | {group}
     return sorted(map(str, keys)), options
 
 

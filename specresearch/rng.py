@@ -41,7 +41,7 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     An index of weight 0 is never returned; -1 where the weights are NaN or all 0.
     """
     cumulated = weights.double().cumsum(-1)
-    total = cumulated[..., -1:]
+    total = cumulated[..., -1:].contiguous()
     index = torch.searchsorted(cumulated, uniform.double().unsqueeze(-1) * total, right=True)
     last = torch.searchsorted(cumulated, total)  # rounding may push uniform * total up to total
     index = torch.minimum(index, last).squeeze(-1)

@@ -69,7 +69,9 @@ class Conversations:
             # A next turn goes first: its row is the one that has just become free.
             self.ready.appendleft(job) if turn else self.ready.append(job)
         else:
-            self.skipped.append(f"question {id} turn {turn + 1} has {len(ids)} tokens, the context {self.target.context}")
+            self.skipped.append(
+                f"question {id} turn {turn + 1} has {len(ids)} tokens, the context {self.target.context}"
+            )
 
     def __iter__(self) -> Conversations:
         return self

@@ -20,7 +20,9 @@ def warp(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0,
     logits = logits.double() if logits.dtype == torch.float64 else logits.float()
     if temperature == 0:
         top, index = logits.max(-1, keepdim=True)
-        return torch.zeros_like(logits).scatter_(-1, index, 1.0 + 0.0 * top)  # 0 * NaN and 0 * inf keep the fault visible
+        return torch.zeros_like(logits).scatter_(
+            -1, index, 1.0 + 0.0 * top
+        )  # 0 * NaN and 0 * inf keep the fault visible
     logits = logits / temperature
     if 0 < top_k < logits.shape[-1]:
         kth = logits.topk(top_k, dim=-1).values[..., -1:]

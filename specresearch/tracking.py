@@ -86,12 +86,11 @@ class WandbTracker(Tracker):
 
     def _open(self, **run: Any) -> Any:
         """Start the run in the mode asked for. Where going online fails, warn and start it offline."""
+        os.environ.setdefault("WANDB_SILENT", "true")  # the setting misses what W&B prints while it loads settings
         import wandb
 
-        session = wandb.Settings(silent=True)  # a run's own `silent` does not reach what is printed outside it
         if self._mode == "online":
-            session.mode = "online"  # login refuses while the user's settings say offline
-        wandb.setup(session)
+            wandb.setup(wandb.Settings(mode="online"))  # login refuses while the user's settings say offline
         init = partial(wandb.init, project=self._project, entity=self._entity, job_type="decode", **run)
         if self._mode != "offline":
             try:
@@ -99,7 +98,7 @@ class WandbTracker(Tracker):
                     return init(mode="online", settings=_run_settings())
                 if self._mode == "online":
                     raise RuntimeError("not logged in (see `wandb login`)")
-            except Exception as error:  # noqa: BLE001 - whatever it is, offline is the answer
+            except Exception as error:
                 _warn(error, ", going on offline")
         return init(mode="offline", settings=_run_settings())
 
@@ -108,7 +107,7 @@ class WandbTracker(Tracker):
         """Turn the first Exception (not KeyboardInterrupt) into a warning, drop later ones."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - no W&B fault may reach the run
+        except Exception as error:
             if not self._stopped:
                 _warn(error)
             self._stopped = True
@@ -153,7 +152,7 @@ def _run_settings() -> Any:
     import wandb
 
     return wandb.Settings(
-        silent=True,
+        silent=True,  # also in a session that something else opened
         console="off",
         disable_code=True,
         disable_git=True,

@@ -21,7 +21,7 @@ LAWS: tuple[Law, ...] = ("point", "without_replacement", "iid")
 GROWTHS: tuple[Growth, ...] = ("static", "predictable", "pruned_after_reveal")
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """A mistake that the user can mend. The message is one line: what is wrong and what to write instead."""
 
 
@@ -97,9 +97,12 @@ class Tree:
         number = torch.arange(1, self.valid.shape[1] + 1, device=self.valid.device)
         used = int((self.valid * number).max())
         size = min(self.valid.shape[1], 1 << (used - 1).bit_length())
-        fields = (self.tokens, self.parent, self.depth, self.valid, self.score)
+        tokens, parent, depth, valid, score = (
+            x[:, :size] for x in (self.tokens, self.parent, self.depth, self.valid, self.score)
+        )
         q = None if self.q is None else self.q[:, :size]
-        return Tree(*(x[:, :size] for x in fields), self.law, self.growth, min(self.levels, size - 1), q)
+        levels = min(self.levels, size - 1)
+        return Tree(tokens, parent, depth, valid, score, self.law, self.growth, levels, q)
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,9 @@ class TreePolicy:
 class Drafter:
     """A next-token distribution. Overrides `propose` only if it owns whole trees, and then states their `law` and `growth`."""
 
-    taps: tuple[Tap, ...] = ()  # target features it reads: k = residual stream after k blocks, "norm" = after the final norm
+    taps: tuple[
+        Tap, ...
+    ] = ()  # target features it reads: k = residual stream after k blocks, "norm" = after the final norm
     law: Law | None = None
     growth: Growth | None = None
 

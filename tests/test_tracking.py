@@ -10,12 +10,11 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import wandb
+from wandb_file import read_records
 
 from specresearch import tracking
 from specresearch.tracking import WandbTracker, flatten_summary
-
-wandb = pytest.importorskip("wandb")
-from wandb_file import read_records
 
 ROOT = Path(__file__).parents[1]
 UNREACHABLE = "http://127.0.0.1:9"
@@ -70,6 +69,7 @@ def session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     wandb.teardown()
     yield
     wandb.teardown()
+    os.environ.pop("WANDB_SILENT", None)  # a tracker sets it
 
 
 def start(folder: Path, mode: str | None) -> WandbTracker:
@@ -94,6 +94,7 @@ def set_item(tree: dict[str, Any], item: Any) -> None:
 
 def read_run(folder: Path) -> tuple[Any, dict[int, dict[str, Any]], dict[str, Any]]:
     """The run message, the history rows by step and the final summary of the one run in `folder`."""
+    wandb.teardown()  # the service process may still be writing when finish returns
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     run: Any = None
     history: dict[int, dict[str, Any]] = {}
@@ -216,10 +217,9 @@ def test_interrupt_passes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     tracker = start(tmp_path, "offline")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(tracker._run, "log", interrupt)
+    monkeypatch.setattr(tracker._run, "log", interrupt)
+    with pytest.raises(KeyboardInterrupt):
         tracker.log({"x": 1.0}, 0)
-    tracker.finish({})
 
 
 @pytest.mark.parametrize("mode", [None, "online"])
@@ -268,11 +268,32 @@ def test_netrc_counts_as_logged_in(
     assert capfd.readouterr().err == ""
 
 
-def test_line_of_an_online_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_in_the_users_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = Path(os.environ["WANDB_CONFIG_DIR"], "settings")  # what `wandb offline` writes
+    settings.parent.mkdir(parents=True)
+    settings.write_text("[default]\nmode = offline\n")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setattr(wandb, "init", lambda **kwargs: MagicMock(offline=False, url="https://wandb.test/run"))
-    tracker = start(tmp_path, None)
-    assert tracker.finish(SUMMARY) == "W&B run: https://wandb.test/run"
+    modes = []
+    monkeypatch.setattr(wandb, "init", lambda **kwargs: modes.append(kwargs["mode"]))
+    start(tmp_path, None)
+    start(tmp_path, "online")
+    assert modes == ["offline", "online"]
+    assert capfd.readouterr().err == ""
+
+
+def test_line_of_an_online_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = MagicMock(offline=False, url="https://wandb.test/run")
+    run.settings.sync_dir = "folder"
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setattr(wandb, "init", lambda **kwargs: run)
+    assert start(tmp_path, None).finish(SUMMARY) == "W&B run: https://wandb.test/run"
+    run.finish.side_effect = TimeoutError("Timed out finishing run.")  # what is not uploaded is still on disk
+    assert (start(tmp_path, None).finish(SUMMARY) or "").endswith(": wandb sync folder")
+    assert capfd.readouterr().err == f"W&B stopped: TimeoutError: Timed out finishing run{STOPPED}\n"
 
 
 def test_start_that_fails_leaves_a_silent_tracker(

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+from wandb.proto.wandb_internal_pb2 import Record
 
 HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)  # identity, magic, version; part of the first block
 BLOCK = 32 * 1024

@@ -1,7 +1,8 @@
 """SGLang's target-only tree sampling: one coin per parent, laid against the running sum of p over its children.
 
-Lossless at thresholds of 1 with distinct siblings: the children and the rest partition [0, 1). `threshold_single` accepts
-any child with p at or above it; `threshold_acc` divides the running sum. Below 1 both bias the output.
+Lossless at thresholds of 1: the distinct children and the rest partition [0, 1). (A tried token has no mass left here, so
+a repeated sibling is dead; counted twice, as elsewhere, it would bias the output.) `threshold_single` accepts any child
+with p at or above it; `threshold_acc` divides the running sum. Below 1 both bias the output.
 """
 
 from __future__ import annotations
@@ -9,14 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specresearch.types import GROWTHS, Probs, Rng, Tree, UserError, Verdict, Verifier
+from specresearch.types import Probs, Rng, Tree, UserError, Verdict, Verifier
 from specresearch.walk import walk
 
 
 class TargetOnly(Verifier):
-    laws = frozenset({"point", "without_replacement"})  # iid siblings may repeat, and would count their mass twice
-    growths = frozenset(GROWTHS)
-
     def __init__(self, *, threshold_single: float = 1.0, threshold_acc: float = 1.0):
         for name, value in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
             if not 0 < value <= 1:

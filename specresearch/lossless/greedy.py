@@ -43,12 +43,8 @@ class GreedyJudge:
         ids = line["output_ids"]
         if baseline_ids == ids:
             return {"equal": True, "near_ties": [], "violations": []}
-        common = 0
-        for common, (a, b) in enumerate(zip(ids, baseline_ids or [])):
-            if a != b:
-                break
-        else:
-            common = min(len(ids), len(baseline_ids or []))
+        pairs = enumerate(zip(ids, baseline_ids or []))
+        common = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(baseline_ids or [])))
         if baseline_ids is not None and common in (len(ids), len(baseline_ids)):
             fault = f"one answer ends after {common} tokens and the other goes on"
             return {"equal": False, "near_ties": [], "violations": [self._entry(line, common, fault)]}

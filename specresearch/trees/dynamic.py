@@ -65,7 +65,9 @@ class DynamicTree(TreePolicy):
         kept = torch.cat([torch.zeros_like(parent[:, :1]), 1 + _best(total[:, 1:], self.size - 1)], 1)
         dead = total.gather(1, kept) == -torch.inf
         kept = (kept + dead * count).sort(1).values % count  # ascending, dead ones behind
-        place = torch.zeros_like(parent).scatter(1, kept, torch.arange(kept.shape[1], device=kept.device).expand(batch, -1))
+        place = torch.zeros_like(parent).scatter(
+            1, kept, torch.arange(kept.shape[1], device=kept.device).expand(batch, -1)
+        )
         up = place.gather(1, parent.gather(1, kept).clamp(min=0))
         valid = total.gather(1, kept) > -torch.inf
         up = torch.where(valid, up, 0)

@@ -37,7 +37,9 @@ class OptimalTree(StaticTree):
     ):
         positive(size=size, depth=depth)
         if (acceptance is None) == (trace is None):
-            raise UserError("tree=optimal needs tree.acceptance=[[0.6,0.2],[0.5,0.1]] or tree.trace=RUN_DIR/trace.jsonl")
+            raise UserError(
+                "tree=optimal needs tree.acceptance=[[0.6,0.2],[0.5,0.1]] or tree.trace=RUN_DIR/trace.jsonl"
+            )
         table = acceptance if acceptance is not None else acceptance_of_trace(Path(str(trace)))
         if any(not 0 <= a <= 1 for row in table for a in row) or any(sum(row) > 1 + 1e-9 for row in table):
             raise UserError("tree.acceptance: each level lists probabilities by rank that add up to at most 1")

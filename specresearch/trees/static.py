@@ -12,7 +12,33 @@ from specresearch.types import Ask, Step, Tree, TreePolicy, UserError
 # Paths of child ranks from the root; every prefix of a path is a path. `eagle1`: the 25 drafted nodes that EAGLE-1 ships.
 PRESETS: dict[str, list[str]] = {
     "binary": ["0", "1", "00", "01", "10", "11", "000", "001", "010", "011", "100", "101", "110", "111"],
-    "eagle1": "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001".split(),
+    "eagle1": [
+        "0",
+        "1",
+        "2",
+        "3",
+        "00",
+        "01",
+        "02",
+        "10",
+        "11",
+        "20",
+        "21",
+        "30",
+        "000",
+        "001",
+        "002",
+        "010",
+        "011",
+        "020",
+        "021",
+        "100",
+        "0000",
+        "0001",
+        "0002",
+        "00000",
+        "00001",
+    ],
 }
 
 
