@@ -25,21 +25,25 @@ from specresearch.provenance import peak_memory, provenance
 from specresearch.run import Run, Settings
 from specresearch.types import UserError
 
-EXIT = {"violation": 2}
-worst = 0  # exit status of this process: the worst of its jobs
+OK, ERROR, VIOLATION, INTERRUPTED = 0, 1, 2, 130
+statuses: set[int] = set()  # of the jobs of this process
 
 
 @hydra.main(config_path=CONF, config_name="config", version_base="1.3")
 def job(cfg: DictConfig) -> float | None:
-    """One run: decode, check, save. Returns the objective for sweepers, if one is named."""
-    global worst
+    """One run: decode, check, save. Returns the objective for sweepers, if one is named. Other jobs survive its failure."""
     folder = Path(HydraConfig.get().runtime.output_dir)
-    cfg = overrides.frozen(cfg, folder)
-    summary, interrupted = decode(cfg, folder)
-    worst = max(worst, 130 if interrupted else EXIT.get(summary["lossless"]["verdict"], 0))
+    try:
+        cfg = overrides.frozen(cfg, folder)
+        summary, interrupted = decode(cfg, folder)
+        value = None if interrupted else objective(cfg.objective, summary)
+    except (UserError, OmegaConfBaseException, OSError) as error:
+        statuses.add(report(error))
+        return None
     if interrupted:
         raise KeyboardInterrupt
-    return objective(cfg.objective, summary)
+    statuses.add(VIOLATION if summary["lossless"]["verdict"] == "violation" else OK)
+    return value
 
 
 def objective(name: str | None, summary: dict[str, Any]) -> float | None:
@@ -149,24 +153,28 @@ def main() -> None:
     """Entry point of `python -m specresearch` and of the console script."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let exceptions reach us, who put them in one line
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    statuses.clear()
     try:
         sys.argv[1:] = overrides.prepare(sys.argv[1:])
         job()
-        status = worst
     except KeyboardInterrupt:
-        status = 130
-    except UserError as error:
-        status = console.fail(str(error))
-    except (HydraException, OmegaConfBaseException) as error:
-        status = console.fail(overrides.explain(error))
-    except OSError as error:
-        status = console.fail(
-            f"{error.filename or 'a file'}: {error.strerror or error}: is the folder writable, the disk full?"
-        )
-    except Exception:
-        traceback.print_exc()
-        status = 1
-    sys.exit(status)
+        statuses.add(INTERRUPTED)
+    except Exception as error:
+        statuses.add(report(error))
+    sys.exit(next((s for s in (INTERRUPTED, ERROR, VIOLATION) if s in statuses), OK))
+
+
+def report(error: Exception) -> int:
+    """Mistakes of the user in one line; what is a fault of the program keeps its traceback."""
+    if isinstance(error, UserError):
+        return console.fail(str(error))
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return console.fail(overrides.explain(error))
+    if isinstance(error, OSError):
+        what = error.strerror or error
+        return console.fail(f"{error.filename or 'a file'}: {what}: is the folder writable, is the disk full?")
+    traceback.print_exception(error)
+    return ERROR
 
 
 if __name__ == "__main__":

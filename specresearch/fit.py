@@ -9,7 +9,7 @@ ADVICE = "use verifier=rejection, which has an exact rule for every tree"
 
 def check_fit(drafter: Drafter, policy: TreePolicy, verifier: Verifier, temperature: float, lossy: str) -> None:
     """Raises UserError, naming a combination that works."""
-    name = type(verifier).__name__
+    name = type(verifier).__module__.rpartition(".")[2]
     if lossy not in ("refuse", "allow"):
         raise UserError(f"lossy={lossy} is unknown: use lossy=refuse or lossy=allow")
     if verifier.greedy_only and temperature > 0:

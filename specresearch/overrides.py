@@ -17,6 +17,9 @@ from specresearch.types import UserError
 
 def prepare(arguments: list[str]) -> list[str]:
     """Quote what is free text; with `resume=DIR`, put the run's own overrides in front and write into its folder."""
+    flags = [a for a in arguments if a.startswith("-")]  # argparse wants them before the overrides
+    if not any("=" not in a for a in arguments if not a.startswith("-")):  # ... unless one of them takes a value
+        arguments = flags + [a for a in arguments if not a.startswith("-")]
     arguments = [_quoted(argument) for argument in arguments]
     resumes = [a.split("=", 1)[1].strip("'\"") for a in arguments if a.startswith("resume=")]
     if not resumes or resumes[-1] in ("", "null"):
@@ -27,7 +30,7 @@ def prepare(arguments: list[str]) -> list[str]:
 def _quoted(argument: str) -> str:
     """A prompt is text, not Hydra's grammar of commas, brackets and quotes."""
     key, sep, value = argument.partition("=")
-    if key not in ("prompts.text", "prompts.path", "resume") or not sep or value == "???" or value[:1] in ("'", '"'):
+    if key not in ("prompts.text", "resume") or not sep or value == "???" or value[:1] in ("'", '"'):
         return argument
     return f"{key}='" + re.sub(r"(\\*)'", r"\1\1\\'", value) + "'"
 
@@ -69,7 +72,10 @@ def known() -> tuple[list[str], dict[str, list[str]]]:
 
 
 def near(word: str, choice: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, choice, n=3, cutoff=0.6)
+    return near_text(difflib.get_close_matches(word, choice, n=3, cutoff=0.6), choice)
+
+
+def near_text(close: Sequence[str], choice: Sequence[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(choice)}"
 
 
@@ -81,13 +87,15 @@ def explain(error: Exception) -> str:
         text, cause = text + "\n" + str(cause), cause.__cause__
     if found := re.search(r"Could not find '([\w./@-]+)/([^/']+)'", text):
         return f"{found[1]}={found[2]} does not exist: {near(found[2], options.get(found[1], []))}"
-    if found := re.search(r"Missing mandatory value: (\S+)", text):
+    if "Missing mandatory value" in text and (found := re.search(r"full_key: (\S+)", text)):
         return f"{found[1]} must be given: {found[1]}=..."
     if found := re.search(r"Could not override '([^']+)'|full_key: (\S+)", text):
         key = found[1] or found[2]
         if key not in keys:
-            group = key.split(".")[0]
-            return f"there is no key {key}: {near(key, [k for k in keys if k.startswith(group + '.')] or keys)}"
+            group = key.rpartition(".")[0]
+            siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == group}
+            close = difflib.get_close_matches(key.rpartition(".")[2], siblings, n=3, cutoff=0.6)
+            return f"there is no key {key}: {near_text([siblings[c] for c in close], [*siblings.values()])}"
         if "not in struct" in text:
             return f"{key} is a key of another option of {key.split('.')[0]}: choose that, or leave {key} out"
     return " ".join(text.split("\n")[0].split())

@@ -2,17 +2,15 @@
 
 import os
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-os.environ.setdefault("WANDB_MODE", "offline")
-
-torch.set_num_threads(1)  # tiny tensors: a second thread only waits for the first
-
 from specresearch.models import tiny
 from specresearch.models.hf import HFModel
+
+os.environ.setdefault("WANDB_MODE", "offline")
+torch.set_num_threads(1)  # tiny tensors: a second thread only waits for the first
 
 PROMPTS = ["abcabcabcabc the cat", "x", "one two three one two three one two", "Hello, who are you? Hello, who", "zzzz"]
 
@@ -37,7 +35,6 @@ def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
+def _seeded() -> None:
     random.seed(0)
     torch.manual_seed(0)
-    yield

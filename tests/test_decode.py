@@ -151,8 +151,8 @@ def test_nan_logits_fail_loudly(target, prompts, monkeypatch):
 
     monkeypatch.setattr(target, "forward", forward)
     for temperature in (0.0, 1.0):
+        sampler = Sampler(temperature=temperature)
         with pytest.raises(UserError, match="NaN"):
-            sampler = Sampler(temperature=temperature)
             decode(target, prompts, drafter=SmallLM(target, layers=1), policy=trees()["dynamic"], sampler=sampler)
 
 
