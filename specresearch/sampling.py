@@ -17,12 +17,11 @@ def warp(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0,
     At temperature 0 the law is one-hot at the first argmax. A row that is no law (NaN, +inf or all -inf) becomes NaN.
     Half precision is raised to float32, float64 stays.
     """
-    logits = logits.double() if logits.dtype == torch.float64 else logits.float()
+    logits = raise_half(logits)
     if temperature == 0:
         top, index = logits.max(-1, keepdim=True)
-        return torch.zeros_like(logits).scatter_(
-            -1, index, 1.0 + 0.0 * top
-        )  # 0 * NaN and 0 * inf keep the fault visible
+        zero = 0.0 * top + 0.0  # NaN where top is NaN or infinite
+        return zero.expand_as(logits).scatter(-1, index, 1.0 + zero)
     logits = logits / temperature
     if 0 < top_k < logits.shape[-1]:
         kth = logits.topk(top_k, dim=-1).values[..., -1:]
@@ -39,6 +38,10 @@ def warp(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0,
     return probs
 
 
+def raise_half(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 class Sampler:
     """How a run turns logits into laws. `process` depends on the path (penalties); the warp does not."""
 
@@ -52,16 +55,15 @@ class Sampler:
         repetition_penalty: float = 1.0,
         logit_bias: Mapping[int, float] | None = None,
     ):
-        if not temperature >= 0:
-            raise UserError(f"temperature={temperature} is not a temperature: use 0 (greedy) or a positive number")
-        if not 0 < top_p <= 1:
-            raise UserError(f"top_p={top_p} keeps nothing: use a number above 0 and up to 1 (1 = off)")
-        if not 0 <= min_p <= 1:
-            raise UserError(f"min_p={min_p}: use a number from 0 (off) to 1")
-        if top_k < 0:
-            raise UserError(f"top_k={top_k}: use 0 (off) or a positive count")
-        if not repetition_penalty > 0:
-            raise UserError(f"repetition_penalty={repetition_penalty}: use a positive number (1 = off)")
+        for name, value, good, say in (
+            ("temperature", temperature, lambda x: 0 <= x < float("inf"), "0 (greedy) or a positive number"),
+            ("top_k", top_k, lambda x: isinstance(x, int) and x >= 0, "0 (off) or a positive whole number"),
+            ("top_p", top_p, lambda x: 0 < x <= 1, "a number above 0 and up to 1 (1 = off)"),
+            ("min_p", min_p, lambda x: 0 <= x <= 1, "a number from 0 (off) to 1"),
+            ("repetition_penalty", repetition_penalty, lambda x: 0 < x < float("inf"), "a positive number (1 = off)"),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not good(value):
+                raise UserError(f"{name}={value}: use {say}")
         self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
         self.repetition_penalty = repetition_penalty
         self.logit_bias = {int(k): float(v) for k, v in (logit_bias or {}).items()}
@@ -77,6 +79,7 @@ class Sampler:
     def process(self, logits: Tensor, tokens: Tensor, known: Tensor, path: Tensor | None = None) -> Tensor:
         """Logit bias, then repetition penalty. Logits [B, W, V]; history `tokens` [B, T] of which the first `known` [B]
         count; `path` [B, W, D] = further tokens of each node, -1 padded (needed only if `path_dependent`)."""
+        logits = raise_half(logits)  # first, as `generate` does: a penalty rounded to bfloat16 makes ties
         if self.logit_bias:
             ids = torch.tensor(list(self.logit_bias), device=logits.device)
             if int(ids.min()) < 0 or int(ids.max()) >= logits.shape[-1]:

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from specresearch.types import UserError
+
 MODES = ("online", "offline", "disabled")
 INIT_TIMEOUT = 30.0  # seconds
 FINISH_TIMEOUT = 60.0  # seconds; by default W&B waits for a lost network for ever
@@ -53,7 +55,7 @@ class WandbTracker(Tracker):
     def __init__(self, *, project: str, entity: str | None, mode: str | None) -> None:
         self._mode = mode or os.environ.get("WANDB_MODE") or None
         if self._mode not in (None, *MODES):
-            raise ValueError(f"unknown W&B mode {self._mode!r}; the modes are {', '.join(MODES)}")
+            raise UserError(f"unknown W&B mode {self._mode!r}; the modes are {', '.join(MODES)}")
         self._project, self._entity = project, entity
         self._run: Any = None
         self._stopped = False

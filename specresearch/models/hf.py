@@ -29,11 +29,12 @@ class HFModel(Target):
         self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.get_input_embeddings().weight.dtype
+        self.embedded = int(model.get_input_embeddings().weight.shape[0])
         config = model.config.get_text_config()
         self.context = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
-        self.window: int | None = None  # set by the probe, if any layer has one
+        self.limits: list[tuple[int, str]] = []  # set by the probe: most tokens, and what happens beyond
         self.head = model.get_output_embeddings()
-        self.blocks = _blocks(model)
+        self.blocks = _blocks(model, name)
         self.vocab_size = int(config.vocab_size)
         self.eos = _eos(model, tokenizer)
         self.cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -65,8 +66,7 @@ class HFModel(Target):
                 or hasattr(layer, "recurrent_states")
             ):
                 raise UserError(f"{self.name} ({kind}) has layers with recurrent state, which cannot be rolled back")
-        windows = [int(layer.sliding_window) for layer in layers if getattr(layer, "is_sliding", False)]
-        self.window = min(windows, default=None)
+        self.limits = _limits(self.model, layers)
         return [
             LayerShape(x.keys.shape[1], x.keys.shape[3], x.values.shape[3], x.keys.dtype, x.keys.device) for x in layers
         ]
@@ -101,27 +101,45 @@ class HFModel(Target):
             block.register_forward_hook(stream(index + 1))
 
     def _check(self) -> None:
-        """Some architectures ignore explicit positions or masks. Compare a tree pass with the plain forward, once."""
-        chain = torch.arange(12, device=self.device)[None] * 7 % min(self.vocab_size, 101)
-        with torch.inference_mode():
-            self._captured = None
-            plain = self.model(input_ids=chain).logits[0, 6:].double()
-        self.reserve(1, 6, 12)
-        self.extend([0], chain[:, :6], torch.tensor([6], device=self.device), ())
-        # Nodes 0..5 are the true continuation, each followed by a decoy sibling that it must not see.
-        nodes = torch.stack([chain[:, 6:], (chain[:, 6:] + 1) % self.vocab_size], -1).flatten(1)
-        order = torch.arange(12, device=self.device)
-        mask = ((order % 2 == 0) & (order <= order[:, None])) | (order == order[:, None])
-        length = torch.tensor([6], device=self.device)
-        logits, _ = self.run(nodes, 6 + (order // 2)[None], length, mask[None], 6)
-        error = float((logits[0, ::2].double() - plain).abs().max())
-        bound = min(256 * torch.finfo(self.dtype).eps, 0.1) * float(plain.abs().max()) + 1e-6
-        self.cache = None
+        """Some architectures ignore explicit positions or masks. Compare tree passes with the plain forward, once."""
+        try:
+            error, scale = self._error()
+        except UserError:
+            raise
+        except Exception as fault:  # a modelling file may raise anything
+            raise UserError(
+                f"{self.name} ({self.model.config.model_type}) cannot run with explicit positions, a 4-D mask and the "
+                f"slot cache: {type(fault).__name__}: {_line(fault)}"
+            ) from fault
+        finally:
+            self.cache = None
+        bound = min(256 * torch.finfo(self.dtype).eps, 0.1) * scale + 1e-6
         if not error <= bound:
             raise UserError(
                 f"{self.name} ({self.model.config.model_type}) does not follow explicit positions and a 4-D mask: "
                 f"a tree pass differs from the plain one by {error:.2g} in the logits (rounding explains {bound:.2g})"
             )
+
+    @torch.inference_mode()
+    def _error(self) -> tuple[float, float]:
+        """Two rows of 12 tokens, cut after 6 and 3 -> the largest difference of any logit, the largest logit."""
+        order = torch.arange(12, device=self.device)
+        chain = torch.stack([order * 7, order * 5 + 3]) % min(self.vocab_size, 101)
+        plain = self.model(input_ids=chain).logits.double()
+        length = torch.tensor([6, 3], device=self.device)
+        self.reserve(2, 6, 12)
+        first, _ = self.extend([0, 1], chain[:, :6], length, ())
+        # The next six tokens, each followed by a decoy sibling that they must not see.
+        place = length[:, None] + order // 2
+        nodes = (chain.gather(1, place) + order % 2) % self.vocab_size
+        mask = ((order % 2 == 0) & (order <= order[:, None])) | (order == order[:, None])
+        logits, _ = self.run(nodes, place, length, mask.expand(2, -1, -1), 6)
+        rows = torch.arange(2, device=self.device)
+        error = torch.maximum(
+            (first.double() - plain[rows, length - 1]).abs().max(),
+            (logits[:, ::2].double() - plain[rows[:, None], place[:, ::2]]).abs().max(),
+        )
+        return float(error), float(plain.abs().max())
 
     def first_layers(self, count: int) -> HFModel:
         """The same model cut after `count` blocks, with the same norm and head; all weights are shared."""
@@ -139,12 +157,13 @@ class HFModel(Target):
 
     def reserve(self, batch: int, capacity: int, tree_size: int) -> None:
         """Slots for `batch` rows of `capacity` tokens, and `tree_size` more for nodes that are not committed yet."""
-        if self.window is not None and capacity + tree_size > self.window:
-            raise UserError(
-                f"{self.name} has a sliding window of {self.window} tokens and {capacity + tree_size} are needed, so "
-                "rejected tokens could not be rolled back: use shorter prompts or a smaller max_new_tokens"
-            )
         slots = capacity + tree_size
+        for most, why in self.limits:
+            if slots > most:
+                raise UserError(
+                    f"{self.name} {why} and {slots} are needed, so rejected tokens could not be rolled back: "
+                    "use shorter prompts or a smaller max_new_tokens"
+                )
         if self.cache is None or self.cache.batch != batch or self.cache.slots < slots:
             self.cache = None  # free the old one first
             self.cache = SlotCache(self.shapes, batch, slots)
@@ -179,7 +198,7 @@ class HFModel(Target):
         kwargs = {self.cache_name: cache, "use_cache": True}
         try:
             logits = self.model(
-                input_ids=tokens,
+                input_ids=tokens.clamp(max=self.embedded - 1),  # a draft model may lack the target's padded ids
                 position_ids=positions.clamp(max=self.context - 1),  # nodes past the context are never emitted
                 attention_mask=_additive(length, mask, visible, self.dtype),
                 **kwargs,
@@ -194,6 +213,12 @@ class HFModel(Target):
     def extend(
         self, rows: Sequence[int], tokens: Tensor, length: Tensor, taps: Sequence[Tap]
     ) -> tuple[Tensor, Tensor | None]:
+        largest = int(tokens.max())
+        if largest >= self.embedded:
+            raise UserError(
+                f"the prompt has token {largest} and {self.name} embeds {self.embedded}: "
+                "its tokenizer belongs to another model"
+            )
         last, features = None, []
         for begin in range(0, tokens.shape[1], PREFILL_CHUNK):
             chunk = tokens[:, begin : begin + PREFILL_CHUNK]
@@ -308,13 +333,29 @@ def _additive(length: Tensor, mask: Tensor, visible: int, dtype: torch.dtype) ->
     return torch.zeros(seen.shape, dtype=dtype, device=mask.device).masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
 
-def _blocks(model: Any) -> nn.ModuleList:
+def _limits(model: Any, layers: Sequence[Any]) -> list[tuple[int, str]]:
+    """Lengths beyond which a cached token is forgotten, or would have had another key -> most tokens, and why."""
+    config = model.config.get_text_config()
+    windows = [layer.sliding_window for layer in layers if getattr(layer, "is_sliding", False)]
+    if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo and Doge have windows that no cache shows
+        windows.append(config.window_size)
+    windows.append(getattr(config, "keep_window_size", None))
+    limits = [(int(w), f"has a sliding window of {w} tokens") for w in windows if w]
+    if any("longrope" in str(getattr(module, "rope_type", "")) for module in model.modules()):
+        rope = config.rope_parameters
+        each = [r for r in (rope, *rope.values()) if isinstance(r, dict) and "original_max_position_embeddings" in r]
+        most = min(int(r["original_max_position_embeddings"]) for r in each)
+        limits.append((most, f"changes its rotary frequencies after {most} tokens"))
+    return sorted(limits)[:1]
+
+
+def _blocks(model: Any, name: str) -> nn.ModuleList:
     count = model.config.get_text_config().num_hidden_layers
     for child in model.base_model.children():
         if isinstance(child, nn.ModuleList) and len(child) == count:
             return child
     raise UserError(
-        f"{model.config.model_type}: no list of {count} transformer blocks found, so this is no plain decoder"
+        f"{name} ({model.config.model_type}): no list of {count} transformer blocks found, so this is no plain decoder"
     )
 
 

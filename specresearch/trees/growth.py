@@ -14,7 +14,7 @@ def resolve_draw(draw: str | None, temperature: float, default: str) -> str:
     """How children are chosen; at temperature 0 a draw could only ever give the first choice, so it becomes top-k."""
     if draw is not None and draw not in DRAWS:
         raise UserError(f"tree.draw={draw} is unknown: use one of {', '.join(DRAWS)}")
-    if not temperature >= 0:
+    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
         raise UserError(f"tree.temperature={temperature}: use 0 or a positive number")
     return "topk" if temperature == 0 else draw or default
 

@@ -1,0 +1,188 @@
+"""Every option in conf/ composes and instantiates; new parts come in from outside with one file and one yaml."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from specresearch.engine import CONF, build, engine, make
+from specresearch.fit import check_fit
+from specresearch.trees.best_first import BestFirstTree
+from specresearch.trees.dynamic import DynamicTree
+from specresearch.trees.static import Chain, StaticTree
+from specresearch.types import Drafter, UserError, Verifier
+from specresearch.verifiers.greedy import Greedy
+from specresearch.verifiers.rejection import Rejection
+from specresearch.verifiers.target_only import TargetOnly
+
+ROOT = Path(__file__).parents[1]
+NEEDED = {
+    ("drafter", "small_lm"): ["drafter.layers=1"],
+    ("tree", "optimal"): ["tree.acceptance=[[0.6,0.2],[0.5]]"],
+    ("prompts", "text"): ["prompts.text=hello"],
+    ("prompts", "file"): [f"prompts.path={ROOT}/specresearch/prompts/builtin.jsonl"],
+}
+OPTIONS = [(path.parent.name, path.stem) for path in sorted(Path(CONF).glob("*/*.yaml"))]
+ABROAD = {("target", "hf"), ("target", "smollm2"), ("prompts", "hf")}  # need a download
+
+
+def configuration(*overrides: str):
+    with initialize_config_dir(CONF, version_base="1.3"):
+        return compose("config", ["target=tiny", "tracker=none", *overrides])
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_composes_and_instantiates(group, option):
+    cfg = configuration(f"{group}={option}", *NEEDED.get((group, option), []))
+    if (group, option) not in ABROAD:
+        parts = build(cfg)
+        assert parts.policy.size >= 1
+        assert make(cfg.prompts)
+        make(cfg.tracker)
+
+
+def test_all_groups_are_covered():
+    assert {"drafter", "tree", "verifier", "target", "prompts", "tracker", "experiment"} == {
+        group for group, _ in OPTIONS
+    }
+
+
+def test_root_keys_and_defaults():
+    cfg = OmegaConf.to_container(configuration())
+    expected = {"seed": 0, "max_new_tokens": 128, "batch_size": 1, "temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0}
+    expected |= {"repetition_penalty": 1, "logit_bias": {}, "stop": [], "limit": None, "baseline": True, "check": True}
+    expected |= {"lossy": "refuse", "resume": None, "profile": False, "objective": None}
+    assert expected.items() <= cfg.items()
+
+
+def test_experiment_changes_only_what_it_says():
+    cfg = configuration("experiment=sampling", "seed=7")
+    assert (cfg.temperature, cfg.seed, cfg.tree._target_.rpartition(".")[2]) == (1, 7, "Chain")
+    assert build(cfg).policy.law == "iid"
+
+
+class Fussy(Verifier):
+    laws = frozenset({"without_replacement"})
+    growths = frozenset({"static"})
+
+
+class ChainOnly(Verifier):
+    chain_only = True
+
+
+STATIC = StaticTree(temperature=1, widths=[2, 2])
+SAMPLED_CHAIN = Chain(depth=2, temperature=1)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "policy", "temperature", "fits"),
+    [
+        (Rejection(), STATIC, 1.0, True),
+        (Rejection(), SAMPLED_CHAIN, 1.0, True),
+        (Rejection(), DynamicTree(depth=2, topk=2, size=4, temperature=1, draw="iid"), 1.0, True),
+        (Rejection(), BestFirstTree(depth=2, topk=2, size=4, temperature=1, draw="iid"), 1.0, True),
+        (TargetOnly(), STATIC, 1.0, True),
+        (TargetOnly(threshold_acc=0.9), STATIC, 1.0, False),
+        (Greedy(), STATIC, 1.0, False),
+        (Greedy(), STATIC, 0.0, True),
+        (Fussy(), STATIC, 1.0, False),
+        (Fussy(), SAMPLED_CHAIN, 1.0, True),  # on a chain, draws with and without replacement are one
+        (Fussy(), BestFirstTree(depth=2, topk=2, size=4, temperature=1, draw="without_replacement"), 1.0, False),
+        (ChainOnly(), STATIC, 1.0, False),
+        (ChainOnly(), SAMPLED_CHAIN, 1.0, True),
+    ],
+)
+def test_misfits_are_refused_with_the_name_of_one_that_fits(verifier, policy, temperature, fits):
+    if fits:
+        check_fit(Drafter(), policy, verifier, temperature, "refuse")
+    else:
+        with pytest.raises(UserError, match="verifier=rejection"):
+            check_fit(Drafter(), policy, verifier, temperature, "refuse")
+
+
+def test_lossy_rules_run_when_allowed():
+    check_fit(Drafter(), STATIC, TargetOnly(threshold_acc=0.9), 1.0, "allow")
+
+
+def test_a_tree_that_is_reranked_carries_no_q():
+    policy = DynamicTree(depth=2, topk=2, size=4, temperature=1, draw="without_replacement")
+    assert (policy.law, policy.growth) == ("point", "pruned_after_reveal")
+
+
+# -- parts from outside the checkout ------------------------------------------------------------------------------------
+
+PARTS = '''
+import torch
+from specresearch.trees.static import StaticTree
+from specresearch.types import Drafter, Verifier
+from specresearch.walk import walk
+
+
+class Bigram(Drafter):
+    """Proposes the token whose id is one higher."""
+
+    def __init__(self, target, *, step):
+        self.vocab_size, self.step = target.vocab_size, step
+
+    def expand(self, frontier):
+        following = (frontier.tokens + self.step) % self.vocab_size
+        return torch.nn.functional.one_hot(following, self.vocab_size).float() * 5
+
+
+class Fork(StaticTree):
+    def __init__(self, *, ways, temperature):
+        super().__init__(temperature=temperature, widths=[ways, 1])
+
+
+class FirstChild(Verifier):
+    """Takes nothing: always right, never fast."""
+
+    def verify(self, tree, p, rng):
+        return walk(tree, p, self, rng)
+
+    def enter(self, p, node):
+        self.residual = p
+
+    def accept(self, child, token, trying, rng):
+        return torch.zeros_like(trying)
+'''
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """A folder of a user's own, with a drafter, a tree policy and a verifier, each one class and one yaml."""
+    (tmp_path / "my_parts.py").write_text(PARTS)
+    for group, name, text in (
+        ("drafter", "bigram", "_target_: my_parts.Bigram\nstep: 1\n"),
+        ("tree", "fork", "_target_: my_parts.Fork\nways: 2\ntemperature: ${temperature}\n"),
+        ("verifier", "first_child", "_target_: my_parts.FirstChild\n"),
+    ):
+        (tmp_path / "conf" / group).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "conf" / group / f"{name}.yaml").write_text(text)
+    return tmp_path
+
+
+def test_parts_from_outside(outside):
+    """From the command line, by hydra.searchpath; the output stays the target's own."""
+    command = [sys.executable, "-m", "specresearch", f"hydra.searchpath=[file://{outside}/conf]", "drafter=bigram"]
+    command += ["tree=fork", "verifier=first_child", "target=tiny", "tracker=none", "limit=1", "max_new_tokens=6"]
+    command += [f"hydra.run.dir={outside}/run"]
+    done = subprocess.run(command, cwd=outside, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "lossless" in done.stdout
+
+
+def test_python_call():
+    made = engine("target=tiny", "tracker=none", "drafter=ngram", "tree.topk=3", "max_new_tokens=16")
+    result = made.generate("abcabcabc")
+    assert len(result.ids) == 1 + sum(result.accepted_lengths) == 16
+    pieces = list(made.stream("abcabcabc"))
+    assert "".join(piece.text for piece in pieces) == result.text
+    assert [piece.token for piece in pieces] == result.ids
+    assert sum(not piece.drafted for piece in pieces) == 1 + len(result.accepted_lengths)
+    assert made.generate([{"role": "user", "content": "abcabcabc"}]).ids == result.ids
+    with pytest.raises(UserError, match="context"):
+        made.generate("x" * 5000)
