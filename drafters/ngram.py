@@ -42,7 +42,7 @@ class NGram(Drafter):
         vote = torch.where(match >= self.min_n, self.backoff ** (best - match).double(), 0.0)
         if self.order == "recency":
             vote = vote / (step.length[:, None] - torch.arange(sites, device=match.device)).clamp(min=1)[:, None]
-        following = step.tokens.roll(-1, 1)[:, None].expand(batch, width, sites)
+        following = step.tokens[:, : step.extent + 1].roll(-1, 1)[:, None].expand(batch, width, sites)
         table = torch.zeros(batch, width, self.vocab_size, dtype=torch.float64, device=match.device)
         table.scatter_reduce_(-1, following, vote, "amax" if self.order == "recency" else "sum")
         return table.log().float()
@@ -52,7 +52,7 @@ class NGram(Drafter):
 
         A site counts only if the history knows the token after it.
         """
-        history = step.tokens
+        history = step.tokens[:, : step.extent + 1]
         sites = torch.arange(history.shape[1], device=history.device)
         run = (sites < step.length[:, None])[:, None].expand(-1, context.shape[1], -1)
         match = torch.zeros(run.shape, dtype=torch.long, device=history.device)

@@ -34,7 +34,7 @@ class SmallLM(Drafter):
         if id is None:
             self.model = target.first_layers(int(layers or 0))
         else:
-            self.model = load(id=id, revision=revision, dtype=dtype, device=str(target.device))
+            self.model = load(id=id, revision=revision, dtype=dtype or str(target.dtype)[6:], device=str(target.device))
             require_same_vocabulary(target, self.model, f"drafter.id={id}")
         self.vocab_size = target.vocab_size
 

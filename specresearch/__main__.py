@@ -102,6 +102,9 @@ def decode(cfg: DictConfig, folder: Path) -> tuple[dict[str, Any], bool]:
                 run.execute()
         except KeyboardInterrupt:
             interrupted = True
+        except Exception:
+            tracker.finish({})
+            raise
     summary = run.summary() | {"peak_memory_bytes": peak_memory(parts.target.device), "config": config}
     summary |= {"provenance": provenance(parts.target), "interrupted": interrupted}
     for block in run.blocks:

@@ -243,7 +243,9 @@ class Decoder:
         logits, features = target.extend(rows, tokens, length, drafter.taps)
         p = sampler.warp(sampler.process(logits[:, None], tokens, length))[:, 0]
         first = CounterRng(key, torch.zeros_like(key)).pick(p)
+        self.clock.mark("draft")
         drafter.extend(rows, tokens, length, features)
+        self.clock.mark("prefill")
         self.tokens[rows, : tokens.shape[1]] = tokens
         self.tokens[rows, length] = first
         self.root[rows], self.length[rows], self.key[rows] = first, length, key

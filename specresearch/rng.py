@@ -57,7 +57,9 @@ class CounterRng:
 
     def uniform(self, stream: int, slot: Tensor | int) -> Tensor:
         """float64 in [0, 1) [B], 53 bits: 0 can occur, 1 cannot."""
-        offset = torch.as_tensor(slot, device=self.state.device) * 4 + stream
+        # full() fills on the device; a tensor made from a number would wait for it.
+        at = slot if isinstance(slot, Tensor) else torch.full((), slot, dtype=torch.long, device=self.state.device)
+        offset = at * 4 + stream
         return _shift(mix(self.state ^ mix(offset)), 11).double() * 2.0**-53
 
     def accept(self, coin_id: Tensor | int, threshold: Tensor) -> Tensor:

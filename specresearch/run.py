@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections import deque
@@ -50,8 +51,8 @@ class Settings:
 class Conversations:
     """The jobs of some questions, as an iterator that may run dry and fill again: a next turn waits for the answer."""
 
-    def __init__(self, target: Target, questions: Sequence[Question], settings: Settings):
-        self.target, self.settings = target, settings
+    def __init__(self, target: Target, questions: Sequence[Question], settings: Settings, capacity: int):
+        self.target, self.settings, self.capacity = target, settings, capacity
         self.messages: dict[int | str, list[dict[str, str]]] = {q.id: [] for q in questions}
         self.left = {q.id: deque(q.turns) for q in questions}
         self.kinds = {q.id: q.kind for q in questions}
@@ -63,15 +64,13 @@ class Conversations:
     def _push(self, id: int | str, turn: int) -> None:
         self.messages[id].append({"role": "user", "content": self.left[id].popleft()})
         ids = self.target.chat(self.messages[id])
-        room = self.target.context - len(ids)
-        if room >= 1 and (turn or room >= self.settings.max_new_tokens):
+        room = self.capacity - len(ids)
+        if room >= 1:
             job = Job(id, self.kinds[id], turn, ids, min(self.settings.max_new_tokens, room))
             # A next turn goes first: its row is the one that has just become free.
             self.ready.appendleft(job) if turn else self.ready.append(job)
         else:
-            self.skipped.append(
-                f"question {id} turn {turn + 1} has {len(ids)} tokens, the context {self.target.context}"
-            )
+            self.skipped.append(f"question {id} turn {turn + 1}: its {len(ids)} tokens leave no room in the context")
 
     def __iter__(self) -> Conversations:
         return self
@@ -100,7 +99,9 @@ def required_capacity(target: Target, questions: Sequence[Question], settings: S
                 f"context of {target.context}: lower max_new_tokens or shorten the prompt"
             )
         for turn in q.turns[1:]:
-            need += len(target.chat([{"role": "user", "content": turn}])) + settings.max_new_tokens + 16
+            # An answer that is put back into a prompt may have some tokens more than when it was made.
+            again = settings.max_new_tokens // 4 + 16
+            need += len(target.chat([{"role": "user", "content": turn}])) + settings.max_new_tokens + again
         most = max(most, min(need, target.context))
     return most
 
@@ -122,10 +123,12 @@ class Run:
         size = settings.batch_size if settings.batch_size == 1 else 4 * settings.batch_size
         self.questions = [questions[i : i + size] for i in range(0, len(questions), size)]
         self.lines, self.blocks = read_finished(folder)
+        if [block["questions"] for block in self.blocks] != [digest(q) for q in self.questions[: len(self.blocks)]]:
+            raise UserError(f"the prompts have changed since {folder} was written: put them back, or start a new run")
         write_lines(folder / "trace.jsonl", self.lines)
         write_lines(folder / "blocks.jsonl", self.blocks)
         self.fresh: list[Line] = []  # answers of the block in progress
-        capacity = required_capacity(parts.target, questions, settings)
+        self.capacity = capacity = required_capacity(parts.target, questions, settings)
         slots = max(parts.policy.asked, parts.policy.size)
         self.tree_size = max(slots, 64)  # the checks replay passes in the same cache
         self.reserve = lambda: parts.target.reserve(settings.batch_size, capacity, self.tree_size)
@@ -139,14 +142,14 @@ class Run:
         self.judge = GreedyJudge(parts.target, parts.sampler, exact_replay=exact, tree_size=self.tree_size)
 
     def execute(self) -> None:
-        """Answer what is left. On KeyboardInterrupt the finished answers of the block are saved before it goes on its way."""
+        """Answer what is left. On Ctrl-C or an error, the finished answers of the block are saved before it goes on its way."""
         todo = range(len(self.blocks), len(self.questions))
         if todo:
             self._warm_up(self.questions[todo[0]][0])
         for index in todo:
             try:
                 self._block(index)
-            except KeyboardInterrupt:
+            except BaseException:
                 append_lines(self.folder / "trace.jsonl", self.fresh)
                 self.lines += self.fresh
                 self.speculative.clear()
@@ -156,7 +159,7 @@ class Run:
         short = replace(self.settings, max_new_tokens=WARM_UP_TOKENS)
         for decoder in (self.speculative, self.plain) if self.settings.baseline else (self.speculative,):
             first = replace(question, turns=question.turns[:1])
-            for _ in decoder.run(Conversations(self.parts.target, [first], short)):
+            for _ in decoder.run(Conversations(self.parts.target, [first], short, self.capacity)):
                 pass
 
     def _block(self, index: int) -> None:
@@ -165,7 +168,7 @@ class Run:
         modes = ["speculative"] + (["baseline"] if self.settings.baseline else [])
         if self.settings.baseline == "hf":
             modes.append("hf")
-        block: Block = {"block": index, "kinds": sorted({q.kind for q in questions})}
+        block: Block = {"block": index, "questions": digest(questions), "kinds": sorted({q.kind for q in questions})}
         plain: list[Line] = []
         for mode in modes if index % 2 == 0 else reversed(modes):
             if mode == "hf":
@@ -183,7 +186,7 @@ class Run:
 
     def _decode(self, questions: Sequence[Question], speculative: bool) -> tuple[Block, list[Line]]:
         decoder = self.speculative if speculative else self.plain
-        jobs = Conversations(self.parts.target, questions, self.settings)
+        jobs = Conversations(self.parts.target, questions, self.settings, self.capacity)
         lines: list[Line] = []
         decoder.clock.reset()
         passes, began = decoder.passes, time.perf_counter()
@@ -214,7 +217,7 @@ class Run:
 
     def _hf(self, questions: Sequence[Question]) -> Block:
         target, tokens, seconds = self.parts.target, 0, 0.0
-        jobs = Conversations(target, questions, self.settings)
+        jobs = Conversations(target, questions, self.settings, self.capacity)
         for job in jobs:  # one by one, as `generate` is mostly called
             began = time.perf_counter()
             ids = target.generate(job.prompt_ids, job.budget, self.parts.sampler, self.settings.stop)
@@ -255,6 +258,11 @@ class Run:
         }
         verdict = verdict_of(results, drafted) if results else "not_checked"
         return {"kind": "greedy_equality", "verdict": verdict} | evidence
+
+
+def digest(questions: Sequence[Question]) -> str:
+    """Tells whether a resumed run still has the same questions."""
+    return hashlib.sha256(repr(questions).encode()).hexdigest()[:16]
 
 
 def read_finished(folder: Path) -> tuple[list[Line], list[Block]]:

@@ -82,7 +82,7 @@ class Sampler:
         logits = raise_half(logits)  # first, as `generate` does: a penalty rounded to bfloat16 makes ties
         if self.logit_bias:
             ids = torch.tensor(list(self.logit_bias), device=logits.device)
-            if int(ids.min()) < 0 or int(ids.max()) >= logits.shape[-1]:
+            if not 0 <= min(self.logit_bias) <= max(self.logit_bias) < logits.shape[-1]:
                 raise UserError(f"logit_bias has token ids outside the vocabulary of {logits.shape[-1]}")
             bias = torch.tensor(list(self.logit_bias.values()), device=logits.device, dtype=logits.dtype)
             logits = logits.index_add(-1, ids, bias.expand(*logits.shape[:-1], -1))

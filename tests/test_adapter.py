@@ -31,6 +31,11 @@ GPT = {"vocab_size": 257, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions"
 NEO = {**WIDTHS, "num_layers": 3, "num_heads": 4}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 4}
+LINEAR = {
+    **{**BASE, **MOE, "head_dim": 8, "num_experts": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+L, F = "linear_attention", "full_attention"
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -83,17 +88,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "rwkv": ("rwkv", {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2}, "no K/V cache"),
     "recurrent_gemma": ("recurrent_gemma", BASE, "rolled back"),
-    "linear attention": (
-        "qwen3_next",
-        {**BASE, **MOE, "head_dim": 8, "num_experts": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
-        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
-        "rolled back",
-    ),
-    "convolutions": (
-        "lfm2",
-        {**BASE, "layer_types": ["conv", "full_attention", "conv"]},
-        "rolled back",
-    ),
+    "linear attention": ("qwen3_next", {**LINEAR, "layer_types": [L, F, L]}, "rolled back"),
+    "linear attention alone": ("qwen3_next", {**LINEAR, "layer_types": [L, L, L]}, "two tokens"),
+    "convolutions": ("lfm2", {**BASE, "layer_types": ["conv", F, "conv"]}, "rolled back"),
     "jamba": (
         "jamba",
         {**BASE, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
@@ -226,6 +223,7 @@ class Raises(LlamaForCausalLM):
         return super().forward(input_ids, attention_mask, **kwargs)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wrong", [IgnoresPositions, IgnoresMask, CallsNoHead, Raises])
 def test_models_that_would_be_silently_wrong_are_refused(wrong, dtype):
@@ -278,7 +276,9 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_made(target, monkeypa
     monkeypatch.setattr(target, "cache", None)
     need = 2 * 64 * 100_010 * 4 * (4 + 4) * 8  # layers, rows, slots, heads, widths of K and V, bytes
     message = refusal(lambda: target.reserve(64, 100_000, 10))
-    assert f"{need / 2**30:.1f} GiB" in message and "1.0 GiB are free" in message and "64 rows x 100010 slots" in message
+    assert (
+        f"{need / 2**30:.1f} GiB" in message and "1.0 GiB are free" in message and "64 rows x 100010 slots" in message
+    )
     assert target.cache is None
     need = 2 * 1 * 110 * 4 * 8 * 8
     for free in (need, need - 1):

@@ -274,7 +274,7 @@ def comparable(folder: Path):
     kinds = {kind: {k: v for k, v in own.items() if k != "speedup"} for kind, own in summary["by_kind"].items()}
     for step in (step for line in lines for step in line["steps"]):
         del step["ms"]
-    return {k: v for k, v in summary.items() if k not in TIMES | {"config"}}, kinds, lines
+    return {k: v for k, v in summary.items() if k not in TIMES}, kinds, lines
 
 
 @pytest.mark.parametrize("options", [["batch_size=1"], ["batch_size=2"], ["temperature=0.8", "tree=chain"]])

@@ -51,10 +51,13 @@ class HFModel(Target):
     def _probe(self) -> list[LayerShape]:
         """Run two tokens through the model's own cache to see what a layer caches. Refuses what cannot be rolled back."""
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-        output = self.model(input_ids=ids, use_cache=True)
+        kind = self.model.config.model_type
+        try:
+            output = self.model(input_ids=ids, use_cache=True)
+        except Exception as fault:  # a modelling file may raise anything
+            raise UserError(f"{self.name} ({kind}) fails on two tokens: {_line(fault)}") from fault
         cache = getattr(output, self.cache_name, None)
         layers = getattr(cache, "layers", None)
-        kind = self.model.config.model_type
         if not layers:
             raise UserError(f"{self.name} ({kind}) keeps no K/V cache, so rejected tokens could not be rolled back")
         for layer in layers:
@@ -106,14 +109,15 @@ class HFModel(Target):
             error, scale = self._error()
         except UserError:
             raise
-        except Exception as fault:  # a modelling file may raise anything
+        except Exception as fault:
             raise UserError(
                 f"{self.name} ({self.model.config.model_type}) cannot run with explicit positions, a 4-D mask and the "
                 f"slot cache: {type(fault).__name__}: {_line(fault)}"
             ) from fault
         finally:
             self.cache = None
-        bound = min(256 * torch.finfo(self.dtype).eps, 0.1) * scale + 1e-6
+        eps = max(torch.finfo(self.dtype).eps, torch.finfo(torch.float32).eps)  # float64 models do parts in float32
+        bound = min(256 * eps, 0.1) * scale + 1e-6
         if not error <= bound:
             raise UserError(
                 f"{self.name} ({self.model.config.model_type}) does not follow explicit positions and a 4-D mask: "
