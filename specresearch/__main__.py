@@ -20,9 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specresearch import console, overrides
+from specresearch.conversations import Settings
 from specresearch.engine import CONF, Streamer, build, make
 from specresearch.provenance import peak_memory, provenance
-from specresearch.run import Run, Settings
+from specresearch.run import Run
 from specresearch.types import UserError
 
 OK, ERROR, VIOLATION, INTERRUPTED = 0, 1, 2, 130

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specresearch.clock import Clock
 from specresearch.rng import CounterRng, row_key
 from specresearch.sampling import Sampler
 from specresearch.types import Drafter, Frontier, Step, Target, Tree, TreePolicy, UserError, Verdict, Verifier
@@ -51,43 +51,6 @@ class Emission:
     turn: Turn
     tokens: list[int]
     done: bool
-
-
-class Clock:
-    """Wall time by part. On CUDA by events, read once a step, so that timing does not serialise host and device."""
-
-    PARTS = ("prefill", "draft", "target", "verify", "commit", "other")
-
-    def __init__(self, device: torch.device):
-        self.cuda = device.type == "cuda"
-        self.reset()
-
-    def reset(self) -> None:
-        self.seconds = dict.fromkeys(self.PARTS, 0.0)
-        self.marks: list[tuple[str, Any]] = []
-
-    def mark(self, part: str) -> None:
-        """The time from here to the next mark belongs to `part`."""
-        if self.cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append((part, event))
-        else:
-            self.marks.append((part, time.perf_counter()))
-
-    def settle(self) -> float:
-        """Close the last part, add up; called where the host has waited for the device anyway -> seconds since the first."""
-        self.mark("other")
-        if self.cuda:
-            torch.cuda.synchronize()
-        span = [self._between(a, b) for (_, a), (_, b) in zip(self.marks, self.marks[1:])]
-        for (part, _), seconds in zip(self.marks, span):
-            self.seconds[part] += seconds
-        self.marks.clear()
-        return sum(span)
-
-    def _between(self, a: Any, b: Any) -> float:
-        return a.elapsed_time(b) / 1e3 if self.cuda else b - a
 
 
 @dataclass(frozen=True)

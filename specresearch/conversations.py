@@ -1,0 +1,95 @@
+"""From questions to jobs: what the run's settings are, and which turn can be answered next."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specresearch.decode import Job, Turn
+from specresearch.prompts import Question
+from specresearch.types import Target, UserError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The root keys of the configuration that the run itself reads."""
+
+    seed: int
+    max_new_tokens: int
+    batch_size: int
+    stop: Sequence[str]
+    baseline: bool | str
+    check: bool
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "batch_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{name}={value}: use a whole number of at least 1")
+        if not isinstance(self.seed, int):
+            raise UserError(f"seed={self.seed}: use a whole number")
+        if self.baseline not in (True, False, "hf"):
+            raise UserError(f"baseline={self.baseline} is unknown: use true, false or hf")
+        if not isinstance(self.check, bool):
+            raise UserError(f"check={self.check}: use true or false")
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise UserError(f"stop={self.stop!r}: use a list of texts, none of them empty, e.g. 'stop=[\"END\"]'")
+
+
+class Conversations:
+    """The jobs of some questions, as an iterator that may run dry and fill again: a next turn waits for the answer."""
+
+    def __init__(self, target: Target, questions: Sequence[Question], settings: Settings, capacity: int):
+        self.target, self.settings, self.capacity = target, settings, capacity
+        self.messages: dict[int | str, list[dict[str, str]]] = {q.id: [] for q in questions}
+        self.left = {q.id: deque(q.turns) for q in questions}
+        self.kinds = {q.id: q.kind for q in questions}
+        self.ready: deque[Job] = deque()
+        self.skipped: list[str] = []
+        for q in questions:
+            self._push(q.id, 0)
+
+    def _push(self, id: int | str, turn: int) -> None:
+        self.messages[id].append({"role": "user", "content": self.left[id].popleft()})
+        ids = self.target.chat(self.messages[id])
+        room = self.capacity - len(ids)
+        if room >= 1:
+            job = Job(id, self.kinds[id], turn, ids, min(self.settings.max_new_tokens, room))
+            # A next turn goes first: its row is the one that has just become free.
+            self.ready.appendleft(job) if turn else self.ready.append(job)
+        else:
+            self.skipped.append(f"question {id} turn {turn + 1}: its {len(ids)} tokens leave no room in the context")
+
+    def __iter__(self) -> Conversations:
+        return self
+
+    def __next__(self) -> Job:
+        if not self.ready:
+            raise StopIteration
+        return self.ready.popleft()
+
+    def answered(self, turn: Turn) -> None:
+        job = turn.job
+        self.messages[job.id].append({"role": "assistant", "content": turn.text})
+        if self.left[job.id]:
+            self._push(job.id, job.turn + 1)
+
+
+def required_capacity(target: Target, questions: Sequence[Question], settings: Settings) -> int:
+    """Most tokens a row must hold. Raises UserError where a first turn and the budget exceed the context."""
+    most = 1
+    for q in questions:
+        first = len(target.chat([{"role": "user", "content": q.turns[0]}]))
+        need = first + settings.max_new_tokens
+        if need > target.context:
+            raise UserError(
+                f"question {q.id} has {first} tokens and max_new_tokens={settings.max_new_tokens} more do not fit into the "
+                f"context of {target.context}: lower max_new_tokens or shorten the prompt"
+            )
+        for turn in q.turns[1:]:
+            # An answer that is put back into a prompt may have some tokens more than when it was made.
+            again = settings.max_new_tokens // 4 + 16
+            need += len(target.chat([{"role": "user", "content": turn}])) + settings.max_new_tokens + again
+        most = max(most, min(need, target.context))
+    return most
