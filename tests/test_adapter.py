@@ -77,7 +77,7 @@ WORKS: dict[str, tuple[str, dict[str, Any]]] = {
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bloom": ("bloom", {"vocab_size": 257, "hidden_size": 32, "n_layer": 3, "n_head": 4}, "4-D mask"),
     "falcon alibi": ("falcon", {**WIDTHS, **DEEP, "alibi": True}, "4-D mask"),
-    "mpt": ("mpt", {"vocab_size": 257, "d_model": 32, "n_layers": 3, "n_heads": 4}, "4-D mask"),
+    "mpt": ("mpt", {"vocab_size": 257, "d_model": 32, "n_layers": 3, "n_heads": 4}, "(mpt)"),
     "opt": ("opt", {**WIDTHS, **DEEP, "ffn_dim": 48, "word_embed_proj_dim": 32}, "no list of 3 transformer blocks"),
     "bert": ("bert", {**WIDTHS, **DEEP, "intermediate_size": 48, "is_decoder": True}, "no list of 3 transformer"),
     "mamba": ("mamba", {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2}, "rolled back"),
@@ -260,7 +260,9 @@ def test_sequences_beyond_a_window_are_refused(name):
     try:
         target = adapt(kind, options)
     except UserError:
-        pytest.skip("refused altogether, as Doge is before transformers 5.24")
+        if name != "doge":
+            raise
+        pytest.skip("older Doges read a mask in another way, and are refused altogether")
     for model in (target, target.first_layers(2)):
         assert difference(model) < 1e-6
         model.reserve(2, 86, 10)
