@@ -9,7 +9,7 @@ demo: $(SETUP) ## install, fetch the built-in target, decode 14 built-in prompts
 	$(BIN)/python -m specresearch limit=14 max_new_tokens=64
 
 test: $(SETUP) lint ## everything that runs in minutes
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-slow: $(SETUP) ## longer checks on the real model
 	$(BIN)/python -m pytest -m slow

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specresearch.models.hf import HFModel, load, require_same_vocabulary
+from specresearch.models.hf import HFModel
+from specresearch.models.loading import load, require_same_vocabulary
 from specresearch.types import Drafter, Frontier, Step, Target, Tree, UserError, Verdict
 
 

@@ -52,7 +52,7 @@ def show(summary: dict[str, Any], folder: Path, where: str | None) -> None:
     kinds(summary)
     out.print(f"[bold]written to[/]  {folder}/  summary.json, trace.jsonl")
     if where:
-        out.print(f"[bold]W&B[/]         {where}")
+        out.print(where, markup=False)
 
 
 def rows(s: dict[str, Any]) -> list[tuple[str, Text]]:

@@ -10,7 +10,7 @@ from specresearch.models import tiny
 from specresearch.models.hf import HFModel
 
 os.environ.setdefault("WANDB_MODE", "offline")
-torch.set_num_threads(1)  # tiny tensors: a second thread only waits for the first
+torch.set_num_threads(1)  # tiny tensors gain nothing from a second, and test processes run side by side
 
 PROMPTS = ["abcabcabcabc the cat", "x", "one two three one two three one two", "Hello, who are you? Hello, who", "zzzz"]
 

@@ -19,7 +19,8 @@ from transformers import (
 
 from specresearch.drafters.small_lm import SmallLM
 from specresearch.models import tiny
-from specresearch.models.hf import HFModel, require_same_vocabulary
+from specresearch.models.hf import HFModel
+from specresearch.models.loading import require_same_vocabulary
 from specresearch.rng import CounterRng
 from specresearch.types import Step, Tree, UserError, Verdict
 

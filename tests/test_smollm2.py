@@ -2,10 +2,8 @@
 
 import json
 import sys
-from collections.abc import Iterator
 
 import pytest
-import torch
 from helpers import decode
 
 from specresearch import __main__ as cli
@@ -23,11 +21,8 @@ TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[HFModel]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield smollm2.load(dtype="float32", device="cpu")
-    torch.set_num_threads(threads)
+def real() -> HFModel:
+    return smollm2.load(dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="module")

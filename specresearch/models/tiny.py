@@ -6,7 +6,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specresearch.models.hf import HFModel, resolve_device, resolve_dtype
+from specresearch.models.hf import HFModel
+from specresearch.models.loading import resolve_device, resolve_dtype
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
