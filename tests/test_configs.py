@@ -59,9 +59,14 @@ def test_root_keys_and_defaults():
 
 
 def test_experiment_changes_only_what_it_says():
-    cfg = configuration("experiment=sampling", "seed=7")
-    assert (cfg.temperature, cfg.seed, cfg.tree._target_.rpartition(".")[2]) == (1, 7, "Chain")
-    assert build(cfg).policy.law == "iid"
+    cfg = configuration("experiment=ngram", "seed=7", "tree=chain")
+    assert (cfg.limit, cfg.baseline, cfg.seed, cfg.max_new_tokens) == (14, "hf", 7, 128)
+    assert cfg.tree._target_.endswith("Chain")
+
+
+def test_every_experiment_has_its_script():
+    presets = {path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml")}
+    assert presets == {path.stem for path in (ROOT / "experiments").glob("*.py")}
 
 
 class Fussy(Verifier):
