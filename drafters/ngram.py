@@ -16,11 +16,13 @@ class NGram(Drafter):
     """Keeps no state. Cost per expansion: O(W * T * max_n) comparisons and one [W, V] table."""
 
     def __init__(self, target: Target, *, max_n: int, min_n: int, order: str, backoff: float):
-        if not 1 <= min_n <= max_n:
-            raise UserError(f"drafter.min_n={min_n}, drafter.max_n={max_n}: need 1 <= min_n <= max_n")
+        if not type(min_n) is type(max_n) is int or not 1 <= min_n <= max_n <= 64:
+            raise UserError(
+                f"drafter.min_n={min_n}, drafter.max_n={max_n}: use whole numbers, 1 <= min_n <= max_n <= 64"
+            )
         if order not in ("recency", "frequency"):
             raise UserError(f"drafter.order={order} is unknown: use recency or frequency")
-        if not 0 < backoff <= 1:
+        if not isinstance(backoff, int | float) or not 0 < backoff <= 1:
             raise UserError(f"drafter.backoff={backoff}: use a number above 0 and up to 1")
         self.vocab_size = target.vocab_size
         self.max_n, self.min_n, self.order, self.backoff = max_n, min_n, order, backoff

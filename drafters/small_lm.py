@@ -33,7 +33,7 @@ class SmallLM(Drafter):
                 "or drafter.layers=k to draft with the target's first k layers"
             )
         if id is None:
-            self.model = target.first_layers(int(layers or 0))
+            self.model = target.first_layers(layers)  # type: ignore[arg-type]
         else:
             self.model = load(id=id, revision=revision, dtype=dtype or str(target.dtype)[6:], device=str(target.device))
             require_same_vocabulary(target, self.model, f"drafter.id={id}")

@@ -16,25 +16,32 @@ class Settings:
     """The root keys of the configuration that the run itself reads."""
 
     seed: int
+    limit: int | None
     max_new_tokens: int
     batch_size: int
     stop: Sequence[str]
     baseline: bool | str
     check: bool
+    profile: bool
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "batch_size"):
+        for name in ("max_new_tokens", "batch_size", "limit"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name}={value}: use a whole number of at least 1")
-        if not isinstance(self.seed, int):
+            if (type(value) is not int or value < 1) and not (name == "limit" and value is None):
+                or_null = ", or null for all questions" if name == "limit" else ""
+                raise UserError(f"{name}={value}: use a whole number of at least 1{or_null}")
+        if type(self.seed) is not int:
             raise UserError(f"seed={self.seed}: use a whole number")
-        if self.baseline not in (True, False, "hf"):
+        if self.baseline not in (True, False, "hf") or type(self.baseline) is int:
             raise UserError(f"baseline={self.baseline} is unknown: use true, false or hf")
-        if not isinstance(self.check, bool):
-            raise UserError(f"check={self.check}: use true or false")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+        for name in ("check", "profile"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name}={getattr(self, name)}: use true or false")
+        if not isinstance(self.stop, list | tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise UserError(f"stop={self.stop!r}: use a list of texts, none of them empty, e.g. 'stop=[\"END\"]'")
+        # The command line has no way to write a line break or a tab but this.
+        plain = [s.replace("\\n", "\n").replace("\\t", "\t") for s in self.stop]
+        object.__setattr__(self, "stop", plain)
 
 
 class Conversations:

@@ -125,7 +125,12 @@ class Decoder:
 
     def ask(self, frontier: Frontier) -> tuple[Tensor, Tensor | None]:
         _, drafter, policy, _, sampler = self._parts()
-        return sampler.draft(drafter.expand(frontier), frontier, policy.temperature)
+        logits, shape = drafter.expand(frontier), (*frontier.tokens.shape, self.parts.target.vocab_size)
+        if logits.shape != shape:
+            raise UserError(
+                f"the drafter answered with logits {list(logits.shape)}, [B, W, V] = {list(shape)} is needed"
+            )
+        return sampler.draft(logits, frontier, policy.temperature)
 
     def _parts(self) -> tuple[Target, Drafter, TreePolicy, Verifier, Sampler]:
         p = self.parts
@@ -173,6 +178,7 @@ class Decoder:
                     f"{turn.job.id}: try target.dtype=float32, or look for a broken weight file"
                 )
             kept = self._append(row, turn, emitted)
+            record["path"] = record["path"][: len(kept)]
             turn.steps.append({"emitted": len(kept), **record, "next_token": kept[-1], "ms": round(seconds * 1e3, 3)})
             yield self._emission(row, turn, kept)
 
@@ -244,12 +250,6 @@ class Decoder:
             self.live[row] = False
             self.parts.drafter.release([row])
         return Emission(turn, tokens, done)
-
-    def clear(self) -> None:
-        """Drop what is in flight (after an interruption)."""
-        self.turns = [None] * self.batch
-        self.live[:] = False
-        self.clock.marks.clear()
 
 
 def _read(tree: Tree, verdict: Verdict, emitted: Tensor) -> list[dict[str, Any] | None]:

@@ -6,6 +6,22 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+# The numbers of summary.json that a sweeper may maximise (`objective=`).
+NUMBERS = (
+    "mean_accepted_length",
+    "acceptance_rate",
+    "tokens_per_second",
+    "baseline_tokens_per_second",
+    "speedup",
+    "hf_tokens_per_second",
+    "hf_speedup",
+    "peak_memory_bytes",
+    "prompts",
+    "tokens",
+    "steps",
+    "target_passes",
+)
+
 Line = dict[str, Any]  # a line of trace.jsonl
 Block = dict[str, Any]  # a line of blocks.jsonl
 

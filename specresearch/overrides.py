@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from specresearch.engine import CONF
+from specresearch.prompts import SIGN
 from specresearch.types import UserError
+
+CONF = str(Path(__file__).resolve().parent / "conf")
 
 
 def prepare(arguments: list[str]) -> list[str]:
@@ -20,43 +23,58 @@ def prepare(arguments: list[str]) -> list[str]:
     flags = [a for a in arguments if a.startswith("-")]  # argparse wants them before the overrides
     if not any("=" not in a for a in arguments if not a.startswith("-")):  # ... unless one of them takes a value
         arguments = flags + [a for a in arguments if not a.startswith("-")]
-    arguments = [_quoted(argument) for argument in arguments]
-    resumes = [a.split("=", 1)[1].strip("'\"") for a in arguments if a.startswith("resume=")]
-    if not resumes or resumes[-1] in ("", "null"):
-        return arguments
-    return _resumed(Path(resumes[-1]), [a for a in arguments if not a.startswith("resume=")])
+    resumes = [a.partition("=")[2] for a in arguments if a.startswith("resume=")]
+    if resumes and resumes[-1] not in ("", "null"):
+        return _resumed(Path(resumes[-1]), [a for a in arguments if not a.startswith("resume=")])
+    return [_adapted(argument) for argument in arguments]
 
 
-def _quoted(argument: str) -> str:
-    """A prompt is text, not Hydra's grammar of commas, brackets and quotes."""
-    key, sep, value = argument.partition("=")
-    if key not in ("prompts.text", "resume") or not sep or value == "???" or value[:1] in ("'", '"'):
-        return argument
-    return f"{key}='" + re.sub(r"(\\*)'", r"\1\1\\'", value) + "'"
+def _adapted(argument: str) -> str:
+    """A prompt is text, not Hydra's grammar of commas, brackets and quotes; an empty mapping takes keys only with "+"."""
+    key, equals, value = argument.partition("=")
+    options = known()[1]
+    if equals and key in options and value in ("", "null"):
+        raise UserError(f"{key}={value} is no option: there are {', '.join(options[key])}")
+    if equals and key == "prompts.text":
+        return f"{key}={quoted(value.replace('${', SIGN + '{'))}"
+    return f"+{argument}" if equals and key.split(".")[0] == "logit_bias" else argument
+
+
+def quoted(text: str) -> str:
+    """`text` as a string of Hydra's grammar, to the letter."""
+    return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text) + "'"
 
 
 def _resumed(folder: Path, given: list[str]) -> list[str]:
-    saved, own = folder / "config.yaml", folder / ".hydra" / "overrides.yaml"
-    if not saved.exists() or not own.exists():
-        raise UserError(f"resume={folder}: no run was started there (config.yaml is missing)")
-    config: Any = OmegaConf.load(saved)
-    choices = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra.runtime.choices
+    own = folder / ".hydra" / "overrides.yaml"
+    if not (folder / "config.yaml").exists() or not own.exists():
+        raise UserError(f"resume={folder}: no run was started there (config.yaml or .hydra/overrides.yaml is missing)")
+    config, first, hydra = (read_yaml(p) for p in (folder / "config.yaml", own, folder / ".hydra" / "hydra.yaml"))
+    choices = OmegaConf.select(hydra, "hydra.runtime.choices") or {}
+    if any(flag.startswith("-") for flag in given):
+        raise UserError(f"resume={folder} takes no flags ({' '.join(f for f in given if f.startswith('-'))})")
     for override in OverridesParser.create().parse_overrides(given):
-        key = override.get_key_element()
+        key = override.get_key_element().lstrip("~+")
         before = choices[key] if key in choices else OmegaConf.select(config, key)
-        if key.startswith("hydra.") or before != override.value():
+        if override.is_delete() or key.startswith("hydra.") or before != override.value():
             raise UserError(f"resume={folder} goes on with its own settings, and there {key}={before}: leave {key} out")
-    first = [o for o in OmegaConf.to_object(OmegaConf.load(own)) if not str(o).startswith("resume=")]  # type: ignore[union-attr]
-    return [*map(str, first), f"resume='{folder}'", f"hydra.run.dir='{folder}'"]
+    kept = [str(o) for o in first if not str(o).startswith("resume=")]
+    return [*kept, f"resume={quoted(str(folder))}", f"hydra.run.dir={quoted(str(folder))}"]
+
+
+def read_yaml(path: Path) -> Any:
+    try:
+        return OmegaConf.load(path)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:80]}): start a new run") from None
 
 
 def frozen(cfg: DictConfig, folder: Path) -> DictConfig:
     """The configuration of this run: saved at its start, and read back when it is resumed."""
     path = folder / "config.yaml"
-    if cfg.resume:
-        return OmegaConf.load(path)  # type: ignore[return-value]
-    OmegaConf.save(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), path)
-    return cfg
+    if not cfg.resume:
+        path.write_text(yaml.safe_dump(OmegaConf.to_container(cfg, resolve=True), sort_keys=False), encoding="utf-8")
+    return OmegaConf.create(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 def known() -> tuple[list[str], dict[str, list[str]]]:
@@ -81,6 +99,8 @@ def near_text(close: Sequence[str], choice: Sequence[str]) -> str:
 
 def explain(error: Exception) -> str:
     """Hydra's and OmegaConf's complaints in one line that names what is near."""
+    if override := getattr(error, "override", None):
+        return f"{override} cannot be read as KEY=VALUE: quote it, e.g. 'key=\"a text\"' ({one_line(error)})"
     keys, options = known()
     text, cause = str(error), error.__cause__
     while cause is not None:
@@ -89,6 +109,8 @@ def explain(error: Exception) -> str:
         return f"{found[1]}={found[2]} does not exist: {near(found[2], options.get(found[1], []))}"
     if "Missing mandatory value" in text and (found := re.search(r"full_key: (\S+)", text)):
         return f"{found[1]} must be given: {found[1]}=..."
+    if found := re.search(r"Error merging override (\S+)", text):
+        return f"{found[1].split('=')[0]} takes a value of another kind: see conf/config.yaml ({found[1]})"
     if found := re.search(r"Could not override '([^']+)'|full_key: (\S+)", text):
         key = found[1] or found[2]
         if key not in keys:
@@ -98,4 +120,8 @@ def explain(error: Exception) -> str:
             return f"there is no key {key}: {near_text([siblings[c] for c in close], [*siblings.values()])}"
         if "not in struct" in text:
             return f"{key} is a key of another option of {key.split('.')[0]}: choose that, or leave {key} out"
-    return " ".join(text.split("\n")[0].split())
+    return one_line(text.split("\n")[0])
+
+
+def one_line(text: object) -> str:
+    return " ".join(str(text).split())

@@ -36,14 +36,19 @@ class Run:
     ):
         self.parts, self.settings, self.folder = parts, settings, folder
         self.on_turn, self.on_tokens = on_turn, on_tokens
-        size = settings.batch_size if settings.batch_size == 1 else 4 * settings.batch_size
+        # A block that breaks off is redone, so that batches are composed as in an uninterrupted run: keep blocks small.
+        size = settings.batch_size if settings.batch_size == 1 else 2 * settings.batch_size
         self.questions = [questions[i : i + size] for i in range(0, len(questions), size)]
+        self.origin = digest(questions, settings)
         self.lines, self.blocks = read_finished(folder)
-        if [block["questions"] for block in self.blocks] != [digest(q) for q in self.questions[: len(self.blocks)]]:
-            raise UserError(f"the prompts have changed since {folder} was written: put them back, or start a new run")
+        if any(block["origin"] != self.origin for block in self.blocks):
+            raise UserError(
+                f"prompts or settings have changed since {folder} was begun: put them back, or start a new run"
+            )
         write_lines(folder / "trace.jsonl", self.lines)
         write_lines(folder / "blocks.jsonl", self.blocks)
         self.fresh: list[Line] = []  # answers of the block in progress
+        self.unfinished = 0  # such answers when the run broke off
         self.capacity = capacity = required_capacity(parts.target, questions, settings)
         slots = max(parts.policy.asked, parts.policy.size)
         self.tree_size = max(slots, 64)  # the checks replay passes in the same cache
@@ -67,8 +72,7 @@ class Run:
                 self._block(index)
             except BaseException:
                 append_lines(self.folder / "trace.jsonl", self.fresh)
-                self.lines += self.fresh
-                self.speculative.clear()
+                self.unfinished = len(self.fresh)
                 raise
 
     def _warm_up(self, question: Question) -> None:
@@ -84,7 +88,7 @@ class Run:
         modes = ["speculative"] + (["baseline"] if self.settings.baseline else [])
         if self.settings.baseline == "hf":
             modes.append("hf")
-        block: Block = {"block": index, "questions": digest(questions), "kinds": sorted({q.kind for q in questions})}
+        block: Block = {"block": index, "origin": self.origin, "kinds": sorted({q.kind for q in questions})}
         plain: list[Line] = []
         for mode in modes if index % 2 == 0 else reversed(modes):
             if mode == "hf":
@@ -176,28 +180,36 @@ class Run:
         return {"kind": "greedy_equality", "verdict": verdict} | evidence
 
 
-def digest(questions: Sequence[Question]) -> str:
-    """Tells whether a resumed run still has the same questions."""
-    return hashlib.sha256(repr(questions).encode()).hexdigest()[:16]
+def digest(questions: Sequence[Question], settings: Settings) -> str:
+    """Tells whether a resumed run still is the same one."""
+    return hashlib.sha256(repr((questions, settings)).encode()).hexdigest()[:16]
 
 
 def read_finished(folder: Path) -> tuple[list[Line], list[Block]]:
     """The complete blocks of an earlier try, and the answers in them; answers of a block that broke off are redone."""
     blocks, lines = read_lines(folder / "blocks.jsonl"), read_lines(folder / "trace.jsonl")
     done = sum(block["answers"] for block in blocks)
+    if len(lines) < done:
+        raise UserError(f"{folder}/trace.jsonl has lost answers ({len(lines)} of {done}): start a new run")
     return lines[:done], blocks
 
 
 def read_lines(path: Path) -> list[Line]:
-    """Whole lines only: a line cut by a crash does not count."""
+    """A last line that a crash cut short does not count. Raises UserError for a file that holds something else."""
     if not path.exists():
         return []
     lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    texts = path.read_bytes().split(b"\n")
+    for number, text in enumerate(texts, 1):
         try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
+            line = json.loads(text) if text.strip() else None
+        except ValueError:
+            if number == len(texts):
+                break
+            raise UserError(f"{path} line {number} is damaged: start a new run") from None
+        if line is not None and not isinstance(line, dict):
+            raise UserError(f"{path} line {number} is damaged: start a new run")
+        lines += [line] if line else []
     return lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,17 +57,32 @@ class Sampler:
         logit_bias: Mapping[int, float] | None = None,
     ):
         for name, value, good, say in (
-            ("temperature", temperature, lambda x: 0 <= x < float("inf"), "0 (greedy) or a positive number"),
+            (
+                "temperature",
+                temperature,
+                lambda x: x == 0 or 1e-6 <= x <= 1e6,
+                "0 (greedy) or a number from 1e-6 to 1e6",
+            ),
             ("top_k", top_k, lambda x: isinstance(x, int) and x >= 0, "0 (off) or a positive whole number"),
             ("top_p", top_p, lambda x: 0 < x <= 1, "a number above 0 and up to 1 (1 = off)"),
             ("min_p", min_p, lambda x: 0 <= x <= 1, "a number from 0 (off) to 1"),
-            ("repetition_penalty", repetition_penalty, lambda x: 0 < x < float("inf"), "a positive number (1 = off)"),
+            (
+                "repetition_penalty",
+                repetition_penalty,
+                lambda x: 0.01 <= x <= 100,
+                "a number from 0.01 to 100 (1 = off)",
+            ),
         ):
             if isinstance(value, bool) or not isinstance(value, int | float) or not good(value):
                 raise UserError(f"{name}={value}: use {say}")
         self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
         self.repetition_penalty = repetition_penalty
-        self.logit_bias = {int(k): float(v) for k, v in (logit_bias or {}).items()}
+        # `logit_bias.11=-5` on the command line makes a text of the key.
+        given: Any = logit_bias if isinstance(logit_bias, Mapping) else {"": logit_bias} if logit_bias else {}
+        bias: dict[Any, Any] = {int(k) if str(k).isdigit() else k: v for k, v in given.items()}
+        if not all(type(k) is int and isinstance(v, int | float) and abs(v) <= 1e4 for k, v in bias.items()):
+            raise UserError(f"logit_bias={logit_bias}: use token ids and finite numbers, e.g. 'logit_bias={{11:-5}}'")
+        self.logit_bias: dict[int, float] = bias
 
     @property
     def path_dependent(self) -> bool:

@@ -60,7 +60,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Frontier:
-    """Nodes whose next-token law is asked for. Draft slot m is the m-th node ever asked in this step; slot 0 is the root."""
+    """Nodes whose next-token law is asked for. Draft slot m is the m-th node ever asked in this step; slot 0 is the root.
+
+    Shapes are fixed, so some nodes may be dead (nothing was proposed there): their token is 0, and answers go unread.
+    """
 
     step: Step
     tokens: Tensor  # [B, W]

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from specresearch import __main__ as cli
+from specresearch import cli
 from specresearch.decode import Decoder
 from specresearch.models import tiny
+from specresearch.overrides import quoted
 from specresearch.verifiers.rejection import PointRule
 
 BASE = ["target=tiny", "tracker=none", "max_new_tokens=12"]
@@ -25,7 +26,7 @@ def run(tmp_path, monkeypatch, capsys):
     def call(*overrides: str, folder: str = "run"):
         given = list(overrides)
         if not any(o.startswith(("resume=", "hydra.run.dir=", "-m")) for o in given):
-            given.append(f"hydra.run.dir={tmp_path}/{folder}")
+            given.append(f"hydra.run.dir={quoted(f'{tmp_path}/{folder}')}")
         base = [] if any(o.startswith("resume=") for o in given) else BASE
         monkeypatch.setattr(sys, "argv", ["specresearch", *base, *given])
         monkeypatch.chdir(tmp_path)
@@ -144,20 +145,45 @@ def test_violations_exit_with_2(run, tmp_path, monkeypatch):
     assert {entry["verdict"] for entry in found["violations"]} <= {"verifier_bug", "one answer ends early"}
 
 
-def test_prompt_text_streams_the_answer(run, tmp_path):
-    status, out, _ = run("prompts=text", "prompts.text=It's a test, isn't it? [yes] {no} a=b")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It's a test, isn't it? [yes] {no} a=b",
+        '"hi" he said',
+        "'half",
+        "back\\slash\\",
+        "echo ${q} and \\${q}",
+        "Grüße, 你好 🙂\u2028new line\nand another",
+    ],
+)
+def test_prompt_text_is_text_to_the_letter(run, tmp_path, text):
+    status, out, err = run("prompts=text", f"prompts.text={text}")
+    assert status == 0, err
     summary, (line,) = load(tmp_path / "run")
-    assert status == 0
-    assert line["text"][:5] in out
-    assert bytes(line["prompt_ids"]) != b""
+    assert tiny.byte_tokenizer().decode(line["prompt_ids"]) == text
+    assert "accepted length" in out
     assert summary["prompts"] == 1
+    assert run(f"resume={tmp_path}/run")[0] == 0
+
+
+def test_prompt_files_may_hold_any_text(run, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('\ufeff{"prompt": "a\u2028b\u0085c"}\r\n', encoding="utf-8")
+    assert run("prompts=file", f"prompts.path={path}")[0] == 0
+    assert tiny.byte_tokenizer().decode(load(tmp_path / "run")[1][0]["prompt_ids"]) == "a\u2028b\u0085c"
+
+
+def test_logit_bias_and_stop_escapes(run, tmp_path):
+    assert run("limit=1", "logit_bias={97:500}", "baseline=false")[0] == 0
+    assert set(load(tmp_path / "run")[1][0]["output_ids"]) == {97}
+    newline = tiny.byte_tokenizer()("\n").input_ids[0]
+    assert run("limit=1", f"logit_bias.{newline}=500", 'stop=["\\n"]', "baseline=false")[0] == 0
+    (line,) = load(tmp_path / "run")[1]
+    assert (line["finish"], line["text"], line["output_ids"]) == ("stop", "", [newline])
 
 
 def test_objective_is_a_number_of_the_summary(run):
     assert run("limit=1", "objective=mean_accepted_length")[0] == 0
-    status, _, err = run("limit=1", "objective=mean_acepted_length")
-    assert status == 1
-    assert "did you mean mean_accepted_length" in err
 
 
 def test_sweep_goes_on_after_a_failed_job(run, tmp_path):
@@ -188,7 +214,48 @@ MISTAKES = [
     (["temperature=-1"], "temperature=-1"),
     (["temperature=hot"], "temperature=hot"),
     (["top_k=1.5"], "top_k=1.5"),
-    (["logit_bias={99999:1}"], "logit_bias"),
+    (["logit_bias={99999:1}"], "outside the vocabulary"),
+    (["logit_bias={a:1}"], "token ids"),
+    (["logit_bias={1:a}"], "finite numbers"),
+    (["logit_bias={1:nan}"], "finite numbers"),
+    (["logit_bias=3"], "logit_bias"),
+    (["stop=null"], "stop"),
+    (["stop={a:1}"], "stop"),
+    (["seed=true"], "seed=True"),
+    (["limit=true"], "limit=True"),
+    (["profile=abc"], "profile=abc"),
+    (["baseline=1"], "baseline=1"),
+    (["objective=nope"], "mean_accepted_length"),
+    (["temperature=1e-300"], "temperature"),
+    (["temperature=nan"], "temperature"),
+    (["repetition_penalty=0"], "repetition_penalty"),
+    (["tree=null"], "tree=null is no option"),
+    (["drafter=null"], "drafter=null is no option"),
+    (["verifier=null"], "rejection"),
+    (["target=null"], "smollm2"),
+    (["prompts=null"], "builtin"),
+    (["tracker=null"], "wandb"),
+    (["tree=static", "tree.widths=3"], "[4,2,1]"),
+    (["tree=static", "tree.widths=[]"], "[4,2,1]"),
+    (["tree=static", "tree.widths=[1000,1000,1000]"], "1024"),
+    (["tree=static", "tree.parents=[-1,a]"], "tree.parents"),
+    (["tree=chain", "tree.depth=5000"], "1024"),
+    (["tree=optimal", "tree.acceptance=foo"], "tree.acceptance"),
+    (["tree=optimal", "tree.acceptance=[0.5]"], "tree.acceptance"),
+    (["tree=optimal", "tree.acceptance=[[0.9]]", "tree.cost={a:1}"], "tree.cost"),
+    (["tree=optimal", "tree.acceptance=[[0.9]]", "tree.cost={1:-1}"], "tree.cost"),
+    (["tree=optimal", "tree.acceptance=[[0.9]]", "tree.draft_cost=nan"], "draft_cost"),
+    (["drafter.max_n=abc"], "max_n"),
+    (["drafter.max_n=1000000"], "max_n"),
+    (["drafter.backoff=null"], "backoff"),
+    (["drafter=small_lm", "drafter.layers=1.5"], "layers"),
+    (["drafter=small_lm", "drafter.id=3"], "id is a text"),
+    (["verifier=target_only", "verifier.threshold_acc=x"], "threshold_acc"),
+    (["target.seed=abc"], "target.seed"),
+    (["target=hf", "target.id=null"], "target.id"),
+    (["prompts=file", "prompts.path=null"], "prompts"),
+    (["~tree"], "tree"),
+    (["tree.topk=[1"], "tree.topk"),
     (["verifier=greedy", "temperature=1"], "verifier=rejection"),
     (["tree.size=3"], "tree.size=6"),
     (["tree.depth=0"], "tree.depth=0"),
@@ -210,7 +277,7 @@ MISTAKES = [
     (["lossy=perhaps"], "lossy=allow"),
     (["resume=nowhere"], "no run was started"),
     (["tracker=wandb", "tracker.mode=loud"], "offline"),
-    (["hydra.run.dir=/proc/nowhere"], "writable"),
+    (["hydra.run.dir=/proc/nowhere"], "cannot be written"),
 ]
 
 
@@ -234,7 +301,8 @@ def test_mistakes_get_one_line_and_status_1(run, overrides, hint):
         ('{"prompt": 3}\n', "line 1"),
         ('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}\n', "twice"),
         ("\n", "no prompts"),
-        ("\ufeff\x00", "line 1"),
+        ("\x00", "line 1"),
+        ('{"prompt": "a\\ud800b"}\n', "surrogate"),
     ],
 )
 def test_malformed_prompt_files(run, tmp_path, text, hint):
@@ -297,7 +365,8 @@ def test_interrupted_and_resumed_equals_uninterrupted(run, tmp_path, monkeypatch
     summary, lines = load(folder)
     assert summary["interrupted"]
     assert 0 < len(lines) < 12
-    assert summary["prompts"] == len(lines)
+    broken = int(err.split(" answers of a broken-off block")[0].split()[-1]) if "broken-off" in err else 0
+    assert summary["prompts"] == summary["lossless"].get("answers", summary["prompts"]) == len(lines) - broken
 
     status, _, err = run(f"resume={folder}", "limit=5")
     assert status == 1
@@ -306,6 +375,47 @@ def test_interrupted_and_resumed_equals_uninterrupted(run, tmp_path, monkeypatch
     assert comparable(folder) == comparable(tmp_path / "whole")
     assert run(f"resume={folder}")[0] == 0, "resuming a finished run shows it again"
     assert comparable(folder) == comparable(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("damage", "hint"),
+    [
+        (lambda folder: (folder / "trace.jsonl").write_text(""), "lost answers"),
+        (lambda folder: (folder / "blocks.jsonl").write_text("3\n{}\n"), "damaged"),
+        (lambda folder: (folder / "blocks.jsonl").write_bytes(b"\xff\n{}\n"), "damaged"),
+        (lambda folder: (folder / "config.yaml").write_text("a: [1"), "cannot be read"),
+        (lambda folder: (folder / "config.yaml").unlink(), "no run was started"),
+    ],
+)
+def test_damaged_runs_are_not_resumed(run, tmp_path, damage, hint):
+    assert run("limit=3")[0] == 0
+    damage(tmp_path / "run")
+    before = (tmp_path / "run" / "summary.json").read_text()
+    status, _, err = run(f"resume={tmp_path}/run")
+    assert status == 1
+    assert hint in err
+    assert len(err.strip().splitlines()) == 1
+    assert (tmp_path / "run" / "summary.json").read_text() == before
+
+
+def test_changed_prompts_are_not_resumed(run, tmp_path):
+    path = tmp_path / "it's mine.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert run("prompts=file", f'prompts.path="{path}"', folder="it's a run")[0] == 0
+    path.write_text('{"prompt": "a"}\n{"prompt": "c"}\n')
+    status, _, err = run(f"resume={tmp_path}/it's a run")
+    assert status == 1
+    assert "have changed" in err
+
+
+def test_ctrl_c_while_loading(tmp_path):
+    command = [sys.executable, "-m", "specresearch", *BASE, f"hydra.run.dir={tmp_path}/run"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
 
 
 def test_ctrl_c(tmp_path):

@@ -8,8 +8,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from specresearch.engine import CONF, build, engine, make
+from specresearch.build import build, engine, make
 from specresearch.fit import check_fit
+from specresearch.overrides import CONF
 from specresearch.trees.best_first import BestFirstTree
 from specresearch.trees.dynamic import DynamicTree
 from specresearch.trees.static import Chain, StaticTree
@@ -40,8 +41,8 @@ def test_every_option_composes_and_instantiates(group, option):
     if (group, option) not in ABROAD:
         parts = build(cfg)
         assert parts.policy.size >= 1
-        assert make(cfg.prompts)
-        make(cfg.tracker)
+        assert make(cfg, "prompts")
+        make(cfg, "tracker")
 
 
 def test_all_groups_are_covered():
@@ -191,3 +192,55 @@ def test_python_call():
     assert made.generate([{"role": "user", "content": "abcabcabc"}]).ids == result.ids
     with pytest.raises(UserError, match="context"):
         made.generate("x" * 5000)
+
+
+def test_engines_in_one_process_and_streams_side_by_side():
+    first, second = (
+        engine("target=tiny", "drafter=small_lm", "drafter.layers=1", "max_new_tokens=12") for _ in range(2)
+    )
+    alone = first.generate("abc").ids
+    stream = second.stream("abc")
+    token = next(stream).token
+    first.generate("zzz")
+    assert [token, *(piece.token for piece in stream)] == alone, "engines do not share a cache"
+    stream = first.stream("abc")
+    next(stream)
+    first.generate("zzz")
+    with pytest.raises(UserError, match="to its end"):
+        list(stream)
+
+
+@pytest.mark.parametrize("prompt", ["", " ", None, 3, [], ["a"], [{"rol": "user"}], [{"role": "user", "content": 3}]])
+def test_python_call_refuses_what_is_no_prompt(prompt):
+    with pytest.raises(UserError):
+        engine("target=tiny").generate(prompt)
+
+
+@pytest.mark.parametrize(
+    "override", ["max_new_tokens=0", "max_new_tokens=abc", "stop=abc", "seed=abc", "tree.tokp=3", "drafter=foo"]
+)
+def test_python_call_refuses_what_the_command_line_refuses(override):
+    with pytest.raises(UserError) as error:
+        engine("target=tiny", override)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_part_that_breaks_says_why(outside):
+    (outside / "my_parts.py").write_text(
+        "class Bigram:\n    def __init__(self, target, *, step):\n        raise OSError('boom')\n"
+    )
+    command = [sys.executable, "-m", "specresearch", f"hydra.searchpath=[file://{outside}/conf]", "drafter=bigram"]
+    command += ["target=tiny", "tracker=none", f"hydra.run.dir={outside}/run"]
+    done = subprocess.run(command, cwd=outside, capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert "boom" in line
+    assert "my_parts.Bigram" in line
+
+
+def test_a_drafter_of_the_wrong_shape_is_refused():
+    made = engine("target=tiny", "max_new_tokens=8", "drafter=small_lm", "drafter.layers=1")
+    expand = made.parts.drafter.expand
+    made.parts.drafter.expand = lambda frontier: expand(frontier)[:, 0]
+    with pytest.raises(UserError, match="drafter answered with logits"):
+        made.generate("abc")

@@ -157,6 +157,9 @@ def test_processors_work_in_full_precision_as_in_generate(dtype):
         {"repetition_penalty": 0.0},
         {"repetition_penalty": -1.0},
         {"repetition_penalty": math.nan},
+        {"logit_bias": {3: math.nan}},
+        {"logit_bias": {3: -math.inf}},
+        {"logit_bias": {"a": 1.0}},
     ],
 )
 def test_bad_settings_are_refused_in_one_line(bad):
@@ -188,7 +191,7 @@ penalties = st.sampled_from([0.7, 1.0, 1.1, 2.5])
 
 
 def biases(vocab: int):
-    value = st.integers(-160, 160).map(lambda n: n / 8) | st.just(-math.inf)  # transformers keeps them in float32
+    value = st.integers(-160, 160).map(lambda n: n / 8) | st.just(-1e4)  # transformers keeps them in float32
     return st.dictionaries(st.integers(0, vocab - 1), value, max_size=vocab - 1)
 
 
@@ -388,7 +391,8 @@ def test_row_keys_differ():
 
 # -- draws -----------------------------------------------------------------------------------------------------------
 
-weights_with_zeros = st.lists(st.just(0.0) | st.floats(1e-300, 1e3), min_size=1, max_size=12)
+# The smallest of all floats is among them: only there can uniform * total round up to the total.
+weights_with_zeros = st.lists(st.sampled_from([0.0, 5e-324]) | st.floats(1e-300, 1e3), min_size=1, max_size=12)
 EXTREMES = [0.0, 2.0**-53, 1 - 2.0**-53]
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from helpers import decode
 
-from specresearch import __main__ as cli
+from specresearch import cli
 from specresearch.drafters.ngram import NGram
 from specresearch.drafters.none import NoDrafter
 from specresearch.drafters.small_lm import SmallLM

@@ -116,6 +116,8 @@ class HFModel(Target):
             self.cache = None
         eps = max(torch.finfo(self.dtype).eps, torch.finfo(torch.float32).eps)  # float64 models do parts in float32
         bound = min(256 * eps, 0.1) * scale + 1e-6
+        if error != error:
+            raise UserError(f"the logits of {self.name} are NaN: its weights are broken, or its dtype is too narrow")
         if not error <= bound:
             raise UserError(
                 f"{self.name} ({self.model.config.model_type}) does not follow explicit positions and a 4-D mask: "
@@ -145,7 +147,7 @@ class HFModel(Target):
 
     def first_layers(self, count: int) -> HFModel:
         """The same model cut after `count` blocks, with the same norm and head; all weights are shared."""
-        if not 1 <= count < len(self.blocks):
+        if type(count) is not int or not 1 <= count < len(self.blocks):
             raise UserError(f"drafter.layers={count}: {self.name} has {len(self.blocks)} layers, use 1 to one less")
         model, base = _shallow(self.model), _shallow(self.model.base_model)
         name = next(n for n, m in self.model.base_model.named_children() if m is self.blocks)
@@ -303,8 +305,14 @@ class HFModel(Target):
             raise UserError(f"{self.name} comes without a tokenizer, so text prompts cannot be read")
         if self.tokenizer.chat_template is None:
             return list(self.tokenizer("\n".join(m["content"] for m in messages)).input_ids)
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as fault:  # a template is a program of the model's author
+            raise UserError(f"the chat template of {self.name} refuses this prompt: {one_line(fault)}") from fault
+        ids = list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        if not ids:
+            raise UserError(f"the chat template of {self.name} makes an empty prompt of this")
+        return ids
 
     def text(self, ids: list[int]) -> str:
         if self.tokenizer is None:
@@ -360,7 +368,8 @@ def _blocks(model: Any, name: str) -> nn.ModuleList:
         if isinstance(child, nn.ModuleList) and len(child) == count:
             return child
     raise UserError(
-        f"{name} ({model.config.model_type}): no list of {count} transformer blocks found, so this is no plain decoder"
+        f"{name} ({model.config.model_type}): no list of {count} transformer blocks directly below the base model; "
+        "such a layout is not supported"
     )
 
 

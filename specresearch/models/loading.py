@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def resolve_device(device: str) -> torch.device:
 def resolve_dtype(dtype: str | None, device: torch.device) -> torch.dtype:
     name = dtype or ("bfloat16" if device.type == "cuda" else "float32")
     if name not in ("float64", "float32", "bfloat16", "float16"):
-        raise UserError(f"target.dtype={name} is unknown: use float32, bfloat16, float16 or float64")
+        raise UserError(f"dtype={name} is unknown: use float32, bfloat16, float16 or float64")
     return getattr(torch, name)
 
 
@@ -34,15 +35,18 @@ def load(
     *, id: str, revision: str | None = None, dtype: str | None = None, device: str = "auto", device_map: Any = None
 ) -> HFModel:
     """A model from the Hub or a local folder. Raises UserError if it cannot be had or cannot be used."""
+    if not isinstance(id, str) or not id:
+        raise UserError(f"a model's id is a text, not {id}: use target.id=<Hub id or folder>")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries would bury the one line below
     where = resolve_device(device)
     kwargs = {"revision": revision, "dtype": resolve_dtype(dtype, where)}
     try:
         if device_map is not None:
             kwargs["device_map"] = device_map
         model = transformers.AutoModelForCausalLM.from_pretrained(id, **kwargs)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # broken files raise many kinds
         raise UserError(_why_not(id, error)) from None
     if device_map is None:
         model = model.to(where)

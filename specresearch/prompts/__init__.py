@@ -22,14 +22,18 @@ def builtin() -> list[Question]:
     return file(path=str(Path(__file__).parent / "builtin.jsonl"))
 
 
+SIGN = "\ue000"  # stands for the "$" of "${" on the way through the configuration, which would resolve it
+
+
 def text(*, text: str) -> list[Question]:
+    text = text.replace(SIGN, "$") if isinstance(text, str) else text
     return [question({"id": 0, "kind": "text", "prompt": text}, "prompts.text", 0)]
 
 
 def file(*, path: str) -> list[Question]:
     """JSON lines with `prompt` or `turns`, and optionally `id`, `kind`; or Spec-Bench's `question_id`, `category`, `turns`."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # not splitlines: U+2028 may stand in a text
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"prompts.path={path} cannot be read: {reason}") from None
@@ -73,6 +77,8 @@ def question(fields: Any, where: str, number: int) -> Question:
         raise UserError(f'{where}: "prompt" must be a text, "turns" a list of texts')
     if not all(turn.strip() for turn in turns):
         raise UserError(f"{where}: the prompt is empty")
+    if any("\ud800" <= letter <= "\udfff" for turn in turns for letter in turn):
+        raise UserError(f"{where}: the prompt holds half of a surrogate pair, which is no text")
     id = fields.get("id", fields.get("question_id", number))
     if not isinstance(id, int | str) or isinstance(id, bool):
         raise UserError(f"{where}: the id must be a number or a text")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specresearch.types import Ask, Frontier, Law, Step, UserError
 
+MOST_NODES = 1024  # of a tree, so that a slip of the pen does not fill the memory
 DRAWS = ("topk", "without_replacement", "iid")
 
 
@@ -14,8 +15,8 @@ def resolve_draw(draw: str | None, temperature: float, default: str) -> str:
     """How children are chosen; at temperature 0 a draw could only ever give the first choice, so it becomes top-k."""
     if draw is not None and draw not in DRAWS:
         raise UserError(f"tree.draw={draw} is unknown: use one of {', '.join(DRAWS)}")
-    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
-        raise UserError(f"tree.temperature={temperature}: use 0 or a positive number")
+    if not isinstance(temperature, int | float) or not (temperature == 0 or 1e-6 <= temperature <= 1e6):
+        raise UserError(f"tree.temperature={temperature}: use 0 or a number from 1e-6 to 1e6")
     return "topk" if temperature == 0 else draw or default
 
 
@@ -25,8 +26,8 @@ def law_of(draw: str) -> Law:
 
 def positive(**values: int) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or value < 1:
-            raise UserError(f"tree.{name}={value}: use a whole number of at least 1")
+        if type(value) is not int or not 1 <= value <= MOST_NODES:
+            raise UserError(f"tree.{name}={value}: use a whole number from 1 to {MOST_NODES}")
 
 
 class Growth:

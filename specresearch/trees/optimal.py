@@ -41,8 +41,17 @@ class OptimalTree(StaticTree):
                 "tree=optimal needs tree.acceptance=[[0.6,0.2],[0.5,0.1]] or tree.trace=RUN_DIR/trace.jsonl"
             )
         table = acceptance if acceptance is not None else acceptance_of_trace(Path(str(trace)))
-        if any(not 0 <= a <= 1 for row in table for a in row) or any(sum(row) > 1 + 1e-9 for row in table):
-            raise UserError("tree.acceptance: each level lists probabilities by rank that add up to at most 1")
+        if not is_table(table):
+            raise UserError(
+                "tree.acceptance lists, for each level, probabilities by rank that add up to at most 1, "
+                f"e.g. [[0.6,0.2],[0.5,0.1]]; it is {table}"
+            )
+        if cost is not None and not (
+            isinstance(cost, Mapping) and cost and all(map(is_positive, [*cost, *cost.values()]))
+        ):
+            raise UserError(f"tree.cost={cost}: use sizes and positive times, e.g. {{1:1,8:1.2,16:1.5}}")
+        if not is_positive(draft_cost) and draft_cost != 0:
+            raise UserError(f"tree.draft_cost={draft_cost}: use 0 or a positive number")
         self.table, self.limit = [list(row) for row in table][:depth], size
         self.cost, self.draft_cost = cost, draft_cost
         super().__init__(temperature=temperature, draw=draw, parents=best_parents(self.table, size)[0])
@@ -50,6 +59,18 @@ class OptimalTree(StaticTree):
     def prepare(self, seconds: Callable[[int], float]) -> None:
         cost = self.cost or measured_cost(seconds, self.limit)
         self.shape(fastest_parents(self.table, self.limit, cost, self.draft_cost))
+
+
+def is_positive(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < float("inf")
+
+
+def is_table(table: object) -> bool:
+    if not isinstance(table, list | tuple) or not all(isinstance(row, list | tuple) for row in table):
+        return False
+    return all(a == 0 or (is_positive(a) and a <= 1) for row in table for a in row) and all(
+        sum(row) <= 1 + 1e-9 for row in table
+    )
 
 
 def best_parents(table: Table, size: int) -> tuple[list[int], list[float]]:
@@ -109,19 +130,22 @@ def acceptance_of_trace(path: Path) -> list[list[float]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f"tree.trace={path} cannot be read ({error.strerror}): give the trace.jsonl of a run") from None
-    for line in lines:
-        for step in json.loads(line)["steps"]:
-            children: dict[int, list[int]] = {}
-            for node, parent in enumerate(step["parent"]):
-                if parent >= 0 and step["tokens"][node] >= 0:
-                    children.setdefault(parent, []).append(node)
-            path_nodes = step["path"]
-            for depth, node in enumerate(path_nodes):
-                kids = children.get(node, [])
-                after = path_nodes[depth + 1] if depth + 1 < len(path_nodes) else None
-                for rank, kid in enumerate(kids):
-                    tried[depth, rank] += 1
-                    taken[depth, rank] += kid == after
+    try:
+        steps = [step for line in lines if line for step in json.loads(line)["steps"]]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"tree.trace={path} is no trace: give the trace.jsonl of a run") from None
+    for step in steps:
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(step["parent"]):
+            if parent >= 0 and step["tokens"][node] >= 0:
+                children.setdefault(parent, []).append(node)
+        path_nodes = step["path"]
+        for depth, node in enumerate(path_nodes):
+            kids = children.get(node, [])
+            after = path_nodes[depth + 1] if depth + 1 < len(path_nodes) else None
+            for rank, kid in enumerate(kids):
+                tried[depth, rank] += 1
+                taken[depth, rank] += kid == after
     if not tried:
         raise UserError(f"tree.trace={path} holds no drafted tree: make it with a drafter and a wide tree")
     levels = 1 + max(depth for depth, _ in tried)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from specresearch.trees.growth import Growth, law_of, positive, resolve_draw
+from specresearch.trees.growth import MOST_NODES, Growth, law_of, positive, resolve_draw
 from specresearch.types import Ask, Step, Tree, TreePolicy, UserError
+
+EXAMPLES = {"parents": "[-1,0,0,1]", "widths": "[4,2,1]"}
 
 # Paths of child ranks from the root; every prefix of a path is a path. `eagle1`: the 25 drafted nodes that EAGLE-1 ships.
 PRESETS: dict[str, list[str]] = {
@@ -53,10 +55,16 @@ def parents_of_widths(widths: Sequence[int]) -> list[int]:
     parents, level = [-1], [0]
     for width in widths:
         positive(widths=width)
+        require_size(len(level) * width)
         children = [node for node in level for _ in range(width)]
         level = list(range(len(parents), len(parents) + len(children)))
         parents += children
     return parents
+
+
+def require_size(size: int) -> None:
+    if size > MOST_NODES:
+        raise UserError(f"the tree would have {size} nodes or more: at most {MOST_NODES} are allowed")
 
 
 class StaticTree(TreePolicy):
@@ -79,6 +87,9 @@ class StaticTree(TreePolicy):
         self.temperature = None if self.draw == "topk" else temperature
         if parents is not None and widths is not None:
             raise UserError("tree.parents and tree.widths say the same thing in two ways: give one of them")
+        for name, value in (("parents", parents), ("widths", widths)):
+            if value is not None and (not isinstance(value, list | tuple) or not value):
+                raise UserError(f"tree.{name}={value}: use a list of whole numbers, e.g. {EXAMPLES[name]}")
         if parents is None and widths is not None:
             parents = parents_of_widths(widths)
         if parents is None and preset not in PRESETS:
@@ -86,7 +97,9 @@ class StaticTree(TreePolicy):
         self.shape(list(parents) if parents is not None else parents_of_paths(PRESETS[str(preset)]))
 
     def shape(self, parents: list[int]) -> None:
-        if not parents or parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents) if i):
+        require_size(len(parents))
+        whole = all(type(parent) is int for parent in parents)
+        if not whole or parents[:1] != [-1] or any(not 0 <= p < i for i, p in enumerate(parents) if i):
             raise UserError("tree.parents must start with -1 (the root) and name an earlier node for every other one")
         self.parents, self.size = parents, len(parents)
         depth = [0] * self.size
