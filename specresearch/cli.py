@@ -39,8 +39,9 @@ def job(cfg: DictConfig) -> float | None:
     """One run: decode, check, save. Returns the objective for sweepers, if one is named. Other jobs survive its failure."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
+        resumed = cfg.resume is not None
         cfg = overrides.frozen(cfg, folder)
-        summary, interrupted = decode(cfg, folder)
+        summary, interrupted = decode(cfg, folder, resumed)
         value = summary[cfg.objective] if cfg.objective else None
     except (UserError, OmegaConfBaseException, OSError) as error:
         statuses.add(report(error))
@@ -51,7 +52,7 @@ def job(cfg: DictConfig) -> float | None:
     return value
 
 
-def decode(cfg: DictConfig, folder: Path) -> tuple[dict[str, Any], bool]:
+def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any], bool]:
     settings = settings_of(cfg)
     if cfg.objective is not None and cfg.objective not in NUMBERS:
         raise UserError(
@@ -91,7 +92,7 @@ def decode(cfg: DictConfig, folder: Path) -> tuple[dict[str, Any], bool]:
         if streaming:
             bar.stop()
             console.out.print("[green]drafted and accepted[/], [yellow]the target's own (bonus)[/]\n")
-        run = Run(parts, questions, settings, folder, on_turn, on_tokens if streaming else None)
+        run = Run(parts, questions, settings, folder, resumed, on_turn, on_tokens if streaming else None)
         bar.update(task, completed=len(run.lines))
         try:
             with profiler(settings.profile, folder):

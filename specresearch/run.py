@@ -31,6 +31,7 @@ class Run:
         questions: Sequence[Question],
         settings: Settings,
         folder: Path,
+        resume: bool,
         on_turn: Callable[[Line, list[Line], list[Block]], None],
         on_tokens: Callable[[Emission], None] | None = None,
     ):
@@ -40,7 +41,7 @@ class Run:
         size = settings.batch_size if settings.batch_size == 1 else 2 * settings.batch_size
         self.questions = [questions[i : i + size] for i in range(0, len(questions), size)]
         self.origin = digest(questions, settings)
-        self.lines, self.blocks = read_finished(folder)
+        self.lines, self.blocks = read_finished(folder) if resume else ([], [])
         if any(block["origin"] != self.origin for block in self.blocks):
             raise UserError(
                 f"prompts or settings have changed since {folder} was begun: put them back, or start a new run"

@@ -408,6 +408,13 @@ def test_changed_prompts_are_not_resumed(run, tmp_path):
     assert "have changed" in err
 
 
+def test_a_new_run_in_an_old_folder_starts_afresh(run, tmp_path):
+    run("limit=3")
+    run("limit=2", "seed=1")
+    summary, lines = load(tmp_path / "run")
+    assert summary["prompts"] == len(lines) == 2
+
+
 def test_ctrl_c_while_loading(tmp_path):
     command = [sys.executable, "-m", "specresearch", *BASE, f"hydra.run.dir={tmp_path}/run"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
