@@ -61,7 +61,7 @@ def test_root_keys_and_defaults():
 
 def test_experiment_changes_only_what_it_says():
     cfg = configuration("experiment=ngram", "seed=7", "tree=chain")
-    assert (cfg.limit, cfg.baseline, cfg.seed, cfg.max_new_tokens) == (14, "hf", 7, 128)
+    assert (cfg.limit, cfg.baseline, cfg.seed, cfg.max_new_tokens) == (14, "hf", 7, 64)
     assert cfg.tree._target_.endswith("Chain")
 
 
