@@ -418,7 +418,10 @@ def test_a_new_run_in_an_old_folder_starts_afresh(run, tmp_path):
 def test_ctrl_c_while_loading(tmp_path):
     command = [sys.executable, "-m", "specresearch", *BASE, f"hydra.run.dir={tmp_path}/run"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    time.sleep(1.5)
+    maps = Path(f"/proc/{process.pid}/maps")
+    deadline = time.time() + 60
+    while maps.exists() and "libtorch" not in maps.read_text() and time.time() < deadline:
+        time.sleep(0.05)  # until it is in the middle of its imports
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
