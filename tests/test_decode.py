@@ -8,6 +8,9 @@ from helpers import decode, drafters, naive_greedy, trees
 from specresearch.drafters.small_lm import SmallLM
 from specresearch.sampling import Sampler
 from specresearch.types import Drafter, UserError
+from specresearch.verifiers.greedy import Greedy
+from specresearch.verifiers.rejection import Rejection
+from specresearch.verifiers.target_only import TargetOnly
 
 DRAFTERS = ["none", "ngram", "small_lm", "early_exit"]
 TREES = ["chain", "dynamic", "static", "best_first", "optimal"]
@@ -150,10 +153,10 @@ def test_nan_logits_fail_loudly(target, prompts, monkeypatch):
         return output
 
     monkeypatch.setattr(target, "forward", forward)
-    for temperature in (0.0, 1.0):
-        sampler = Sampler(temperature=temperature)
+    common = {"drafter": SmallLM(target, layers=1), "policy": trees()["dynamic"]}
+    for temperature, verifier in ((0.0, Rejection()), (1.0, Rejection()), (0.0, Greedy()), (1.0, TargetOnly())):
         with pytest.raises(UserError, match="NaN"):
-            decode(target, prompts, drafter=SmallLM(target, layers=1), policy=trees()["dynamic"], sampler=sampler)
+            decode(target, prompts, verifier=verifier, sampler=Sampler(temperature=temperature), **common)
 
 
 def test_nothing_matches_costs_a_plain_step(target):

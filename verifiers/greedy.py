@@ -20,7 +20,7 @@ class ArgmaxRule:
 
     def enter(self, p: Tensor, node: Tensor) -> None:
         self.residual = p
-        self.best = p.argmax(1)
 
     def accept(self, child: Tensor, token: Tensor, trying: Tensor, rng: Rng) -> Tensor:
-        return trying & (token == self.best)
+        # p is one-hot at the argmax; a row of NaN, which has an argmax too, accepts nothing and fails at the pick.
+        return trying & (self.residual.gather(1, token[:, None])[:, 0] == 1)
