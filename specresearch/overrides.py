@@ -26,13 +26,13 @@ def prepare(arguments: list[str]) -> list[str]:
     resumes = [a.partition("=")[2] for a in arguments if a.startswith("resume=")]
     if resumes and resumes[-1] not in ("", "null"):
         return _resumed(Path(resumes[-1]), [a for a in arguments if not a.startswith("resume=")])
-    return [_adapted(argument) for argument in arguments]
+    options = known()[1]
+    return [_adapted(argument, options) for argument in arguments]
 
 
-def _adapted(argument: str) -> str:
+def _adapted(argument: str, options: dict[str, list[str]]) -> str:
     """A prompt is text, not Hydra's grammar of commas, brackets and quotes; an empty mapping takes keys only with "+"."""
     key, equals, value = argument.partition("=")
-    options = known()[1]
     if equals and key in options and value in ("", "null"):
         raise UserError(f"{key}={value} is no option: there are {', '.join(options[key])}")
     if equals and key == "prompts.text":
