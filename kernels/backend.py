@@ -15,14 +15,14 @@ from torch import Tensor
 
 from specresearch.types import UserError
 
+__all__ = ["Backend", "chosen", "interpreted", "jit", "on_triton", "power_of_2", "tl", "triton", "use"]
+
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton warns until somebody decides; fused is its old default
 
-triton: Any
-tl: Any
 try:
     import triton
     import triton.language as tl
-except ImportError:  # pragma: no cover
+except ImportError:
     triton = tl = None
 
 Backend = Literal["auto", "torch", "triton"]

@@ -7,6 +7,8 @@ import hashlib
 import torch
 from torch import Tensor
 
+from specresearch.kernels.sampling import pick
+
 DRAFT, ACCEPT, RESIDUAL = 1, 2, 3  # streams never share a uniform: independence of draft and acceptance needs it
 
 
@@ -35,19 +37,6 @@ def mix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
-def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Smallest index whose cumulated weight exceeds uniform * total; weights [..., V], uniform [...] in [0, 1) -> [...].
-
-    An index of weight 0 is never returned; -1 where the weights are NaN or all 0.
-    """
-    cumulated = weights.double().cumsum(-1)
-    total = cumulated[..., -1:].contiguous()
-    index = torch.searchsorted(cumulated, uniform.double().unsqueeze(-1) * total, right=True)
-    last = torch.searchsorted(cumulated, total)  # rounding may push uniform * total up to total
-    index = torch.minimum(index, last).squeeze(-1)
-    return torch.where(total.squeeze(-1) > 0, index, -1)
-
-
 class CounterRng:
     """Production randomness for one step: `key` [B] from `row_key`, `round` [B] = that row's step count."""
 
@@ -56,20 +45,27 @@ class CounterRng:
         self.picks = 0
 
     def uniform(self, stream: int, slot: Tensor | int) -> Tensor:
-        """float64 in [0, 1) [B], 53 bits: 0 can occur, 1 cannot."""
+        """float64 in [0, 1), 53 bits: 0 can occur, 1 cannot. `slot` is one for all rows, or [B], or [B, N] -> its shape."""
         # full() fills on the device; a tensor made from a number would wait for it.
         at = slot if isinstance(slot, Tensor) else torch.full((), slot, dtype=torch.long, device=self.state.device)
         offset = at * 4 + stream
-        return _shift(mix(self.state ^ mix(offset)), 11).double() * 2.0**-53
+        state = self.state if at.dim() < 2 else self.state[:, None]
+        return _shift(mix(state ^ mix(offset)), 11).double() * 2.0**-53
 
     def accept(self, coin_id: Tensor | int, threshold: Tensor) -> Tensor:
         return self.uniform(ACCEPT, coin_id) < threshold
 
     def pick(self, weights: Tensor) -> Tensor:
         self.picks += 1
-        return inverse_cdf(weights, self.uniform(RESIDUAL, self.picks))
+        return pick(weights, self.uniform(RESIDUAL, self.picks))
 
     def draw(self, weights: Tensor, slot: int) -> Tensor:
         width = weights.shape[1]
         uniforms = [self.uniform(DRAFT, slot * 4096 + w) for w in range(width)]
-        return inverse_cdf(weights, torch.stack(uniforms, 1))
+        return pick(weights, torch.stack(uniforms, 1))
+
+    def uniforms(self, nodes: int) -> tuple[Tensor, Tensor]:
+        """What `accept` of coins 0 .. nodes-1 and the next `pick` compare with -> [B, nodes], [B]"""
+        self.picks += 1
+        coins = torch.arange(nodes, device=self.state.device)[None]
+        return self.uniform(ACCEPT, coins), self.uniform(RESIDUAL, self.picks)

@@ -8,39 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specresearch.kernels.sampling import raise_half, warp
 from specresearch.kernels.tree import node_paths
 from specresearch.types import Frontier, Step, Tree, UserError
-
-
-def warp(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """Logits [..., V] -> probabilities, in transformers' order and with its tie rules (ties at the k-th value all stay).
-
-    At temperature 0 the law is one-hot at the first argmax. A row that is no law (NaN, +inf or all -inf) becomes NaN.
-    Half precision is raised to float32, float64 stays.
-    """
-    logits = raise_half(logits)
-    if temperature == 0:
-        top, index = logits.max(-1, keepdim=True)
-        zero = 0.0 * top + 0.0  # NaN where top is NaN or infinite
-        return zero.expand_as(logits).scatter(-1, index, 1.0 + zero)
-    logits = logits / temperature
-    if 0 < top_k < logits.shape[-1]:
-        kth = logits.topk(top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    if top_p < 1:
-        ordered, order = logits.sort(dim=-1)
-        drop = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
-        drop[..., -1] = False
-        logits = logits.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
-    probs = logits.softmax(-1)
-    if min_p > 0:
-        top = probs.amax(-1, keepdim=True)
-        probs = logits.masked_fill(probs < min_p * top, -torch.inf).softmax(-1)
-    return probs
-
-
-def raise_half(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 class Sampler:

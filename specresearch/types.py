@@ -43,6 +43,11 @@ class Rng(Protocol):
         """Draw draft tokens from `weights` [B, W, V] -> [B, W], -1 where a row is all 0; `slot` is one per call."""
         ...
 
+    def uniforms(self, nodes: int) -> tuple[Tensor, Tensor] | None:
+        """For kernels that take uniforms: those of coins 0 .. nodes-1 [B, nodes] and of the next `pick` [B]; None where
+        chance is enumerated and the torch reference must run."""
+        ...
+
 
 @dataclass(frozen=True)
 class Step:

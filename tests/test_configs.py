@@ -123,8 +123,8 @@ def test_a_tree_that_is_reranked_carries_no_q():
 PARTS = '''
 import torch
 from specresearch.trees.static import StaticTree
+from specresearch.kernels.verify import walk
 from specresearch.types import Drafter, Verifier
-from specresearch.walk import walk
 
 
 class Bigram(Drafter):
@@ -147,13 +147,17 @@ class FirstChild(Verifier):
     """Takes nothing: always right, never fast."""
 
     def verify(self, tree, p, rng):
-        return walk(tree, p, self, rng)
+        self.p = p
+        return walk(tree, self, rng)
 
-    def enter(self, p, node):
-        self.residual = p
+    def enter(self, node, moving):
+        self.law = self.p(node)
 
     def accept(self, child, token, trying, rng):
         return torch.zeros_like(trying)
+
+    def finish(self, rng):
+        return rng.pick(self.law)
 '''
 
 

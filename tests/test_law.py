@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from specresearch.kernels.verify import DrawnRule, TargetOnlyRule, walk
 from specresearch.lossless.exact import Table, completed_law, total_variation
 from specresearch.trees.best_first import BestFirstTree
 from specresearch.trees.dynamic import DynamicTree
 from specresearch.trees.static import Chain, StaticTree
 from specresearch.types import Verifier
-from specresearch.verifiers.rejection import DrawnRule, Rejection
-from specresearch.verifiers.target_only import CumulativeRule, TargetOnly
-from specresearch.walk import walk
+from specresearch.verifiers.rejection import Rejection
+from specresearch.verifiers.target_only import TargetOnly
 
 V = 3
 
@@ -74,14 +74,14 @@ class Fault(Verifier):
         self.rule = rule
 
     def verify(self, tree, p, rng):
-        return walk(tree, p, self.rule(tree), rng)
+        return walk(tree, self.rule(p, tree), rng)
 
 
 class WithReplacementRule(DrawnRule):
     """Children drawn without replacement, judged as if they were iid."""
 
-    def __init__(self, tree):
-        super().__init__(tree)
+    def __init__(self, p, tree):
+        super().__init__(p, tree)
         self.without_replacement = False
 
 
@@ -132,22 +132,11 @@ def test_softmax_q_for_topk_children_is_seen():
     assert worst(policy, Rejection()) > 0.05
 
 
-class CountsDuplicates(CumulativeRule):
+class CountsDuplicates(TargetOnlyRule):
     """A repeated sibling adds its mass to the running sum again."""
 
-    def __init__(self, tree):
-        super().__init__(1.0, 1.0)
-
-    def accept(self, child, token, trying, rng):
-        mass = self.p.gather(1, token[:, None])[:, 0]
-        again = trying & (self.residual.gather(1, token[:, None])[:, 0] == 0)
-        self.sum = torch.where(again, self.sum + mass, self.sum)
-        ok = super().accept(child, token, trying & ~again, rng)
-        return ok | (again & rng.accept(self.coin, torch.where(again, self.sum, 0.0)))
-
-    def enter(self, p, node):
-        super().enter(p, node)
-        self.p = p
+    def __init__(self, p, tree):
+        super().__init__(p, 1.0, 1.0, repeats=True)
 
 
 def test_duplicate_siblings():

@@ -19,8 +19,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from specresearch.rng import ACCEPT, DRAFT, RESIDUAL, CounterRng, inverse_cdf, mix, row_key
-from specresearch.sampling import Sampler, warp
+from specresearch.kernels.sampling import pick, warp
+from specresearch.rng import ACCEPT, DRAFT, RESIDUAL, CounterRng, mix, row_key
+from specresearch.sampling import Sampler
 from specresearch.types import Frontier, Step, Tree, UserError
 
 VOCABS = [1, 2, 3, 7, 33, 257, 1000]
@@ -117,7 +118,7 @@ def test_rows_that_are_no_law_become_nan(temperature, how):
     law = warp(logits, temperature, **how)
     assert law[:5].isnan().all()
     assert torch.allclose(law[5:].sum(-1), torch.ones(2)), "the rows beside them are none the worse"
-    assert inverse_cdf(law, torch.full((7,), 0.5)).lt(0).tolist() == [True] * 5 + [False] * 2
+    assert pick(law, torch.full((7,), 0.5)).lt(0).tolist() == [True] * 5 + [False] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -399,7 +400,7 @@ EXTREMES = [0.0, 2.0**-53, 1 - 2.0**-53]
 @QUICK
 @given(weights_with_zeros, st.floats(0, 1, exclude_max=True) | st.sampled_from(EXTREMES))
 def test_inverse_cdf_against_a_loop(weights, u):
-    got = int(inverse_cdf(torch.tensor([weights], dtype=torch.float64), torch.tensor([u], dtype=torch.float64)))
+    got = int(pick(torch.tensor([weights], dtype=torch.float64), torch.tensor([u], dtype=torch.float64)))
     total = 0.0
     cumulated = [total := total + w for w in weights]
     if total == 0:
@@ -418,18 +419,18 @@ def test_no_index_of_weight_zero(u, dtype):
     law[:, :5] = law[:, 20:30] = law[:, -7:] = 0
     law[::2] = law[::2] / law[::2].sum(-1, keepdim=True)
     uniform = torch.full((200,), u, dtype=torch.float64)
-    got = inverse_cdf(law, uniform)
+    got = pick(law, uniform)
     assert (law.gather(1, got[:, None]) > 0).all()
     assert (got == (5 if u == 0 else got)).all()
     assert (got == (56 if u > 0.5 else got)).all()
-    assert inverse_cdf(law[:, None], uniform[:, None]).shape == (200, 1)
+    assert pick(law[:, None], uniform[:, None]).shape == (200, 1)
 
 
 def test_nothing_to_draw_gives_minus_one():
     weights = torch.tensor([[0.0, 0.0, 0.0], [0.5, torch.nan, 0.5], [torch.nan] * 3, [0.0, 1.0, 0.0]])
     for u in EXTREMES:
         uniform = torch.full((4,), u, dtype=torch.float64)
-        assert inverse_cdf(weights, uniform).tolist() == [-1, -1, -1, 1]
+        assert pick(weights, uniform).tolist() == [-1, -1, -1, 1]
     rng = CounterRng(torch.arange(4), torch.arange(4))
     assert rng.pick(weights).tolist() == [-1, -1, -1, 1]
     assert rng.draw(weights[:, None], 0)[:, 0].tolist() == [-1, -1, -1, 1]

@@ -7,11 +7,8 @@ with p at or above it; `threshold_acc` divides the running sum. Below 1 both bia
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
+from specresearch.kernels import verify
 from specresearch.types import Probs, Rng, Tree, UserError, Verdict, Verifier
-from specresearch.walk import walk
 
 
 class TargetOnly(Verifier):
@@ -25,27 +22,4 @@ class TargetOnly(Verifier):
             self.lossy = f"thresholds below 1 shift the law of a token by up to TV {bound:.3g}"
 
     def verify(self, tree: Tree, p: Probs, rng: Rng) -> Verdict:
-        return walk(tree, p, CumulativeRule(self.single, self.acc), rng)
-
-
-class CumulativeRule:
-    residual: Tensor
-
-    def __init__(self, single: float, acc: float):
-        self.single, self.acc = single, acc
-
-    def enter(self, p: Tensor, node: Tensor) -> None:
-        self.residual, self.coin = p, node
-        self.sum = torch.zeros_like(p[:, 0])
-
-    def accept(self, child: Tensor, token: Tensor, trying: Tensor, rng: Rng) -> Tensor:
-        token = token[:, None]
-        mass = self.residual.gather(1, token)[:, 0]
-        self.sum = torch.where(trying, self.sum + mass, self.sum)
-        below = rng.accept(self.coin, torch.where(trying, self.sum / self.acc, 0.0))
-        sure = mass >= self.single if self.single < 1 else torch.zeros_like(below)
-        rest = self.residual.scatter(1, token, 0.0)
-        only = rest.sum(1) == 0  # the children cover all of p, whose fp32 sum may stop short of 1
-        ok = (below | sure | only) & (mass > 0)
-        self.residual = torch.where((trying & ~ok)[:, None], rest, self.residual)
-        return ok
+        return verify.target_only(tree, p, rng, self.single, self.acc)

@@ -66,6 +66,9 @@ class Enumerator:
     def draw(self, weights: Tensor, slot: int) -> Tensor:
         return torch.tensor([[self._categorical(row, w) for w in line] for row, line in enumerate(weights.tolist())])
 
+    def uniforms(self, nodes: int) -> None:
+        """There are none: every outcome is taken."""
+
     def _categorical(self, row: int, weights: list[float]) -> int:
         total = sum(weights)
         return self._choose(row, [w / total for w in weights]) if total > 0 else -1

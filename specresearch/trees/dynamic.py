@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from specresearch.kernels.tree import organize
 from specresearch.trees.growth import Growth, positive, resolve_draw
 from specresearch.types import Ask, Step, Tree, TreePolicy, UserError
 
@@ -57,12 +58,12 @@ class DynamicTree(TreePolicy):
         return self._prune(torch.cat(tokens, 1), torch.cat(totals, 1), torch.cat(parents, 1), levels)
 
     def _prune(self, tokens: torch.Tensor, total: torch.Tensor, parent: torch.Tensor, levels: list[int]) -> Tree:
-        """Keep the root and the best size-1 candidates, parents before children, siblings by falling probability.
-
-        A child never outscores its parent and the sort is stable, so no kept child lacks its parent.
-        """
+        """Keep the root and the best size-1 candidates, parents before children, siblings by falling probability."""
         batch, count = tokens.shape
-        kept = torch.cat([torch.zeros_like(parent[:, :1]), 1 + _best(total[:, 1:], self.size - 1)], 1)
+        kept = torch.cat(
+            [torch.zeros_like(parent[:, :1]), 1 + organize(total[:, 1:], parent[:, 1:] - 1, self.size - 1, self.depth)],
+            1,
+        )
         dead = total.gather(1, kept) == -torch.inf
         kept = (kept + dead * count).sort(1).values % count  # ascending, dead ones behind
         place = torch.zeros_like(parent).scatter(
