@@ -56,7 +56,7 @@ def top_k_renorm(probs: Tensor, top_k: Parameter) -> Tensor:
     if on_triton(probs) and probs.dtype == torch.float32:
         return _renorm_triton(probs, k, mass=False)
     kth = probs.sort(dim=-1, descending=True).values.gather(1, k[:, None] - 1)
-    return _normalise(torch.where(probs >= kth, probs, 0.0))
+    return _normalise(torch.where(probs < kth, 0.0, probs))  # NaN stays, and spreads
 
 
 def top_p_renorm(probs: Tensor, top_p: Parameter) -> Tensor:
@@ -70,7 +70,7 @@ def top_p_renorm(probs: Tensor, top_p: Parameter) -> Tensor:
     kept = (above < p[:, None] * ordered.double().sum(-1, keepdim=True)) | (p[:, None] >= 1)
     kept[:, 0] = True
     least = torch.where(kept, ordered, torch.inf).amin(-1, keepdim=True)
-    return _normalise(torch.where(probs >= least, probs, 0.0))
+    return _normalise(torch.where(probs < least, 0.0, probs))
 
 
 def _per_row(value: Parameter, probs: Tensor, dtype: torch.dtype) -> Tensor:

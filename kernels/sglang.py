@@ -30,7 +30,7 @@ def select_top_k_tokens(
     _type("topk_p", topk_p, FLOATS)
     _type("topk_index", topk_index, INTEGERS)
     if step == 0:
-        batch = topk_p.shape[0]
+        batch = topk_p.numel() // max(topk, 1)
         _shape("topk_p", topk_p, (batch, topk))
         _shape("topk_index", topk_index, (batch, topk))
         parents = torch.arange(-1, topk, device=topk_p.device).repeat(batch, 1)
@@ -148,6 +148,8 @@ def reconstruct_indices_from_tree_mask(
 ) -> dict[str, Tensor]:
     """Positions and links from ancestor masks bool [b n n], flat -> as in `build_tree`."""
     nodes = num_draft_tokens
+    if nodes < 1:
+        raise ValueError(f"num_draft_tokens={nodes}: use 1 or more")
     _shape("tree_mask", tree_mask, (batch * nodes * nodes,))
     _type("tree_mask", tree_mask, (torch.bool,))
     _type("seq_lens", seq_lens, INTEGERS)
@@ -226,8 +228,9 @@ def chain_speculative_sampling(
 ) -> dict[str, Tensor]:
     """Drafts [b, S] without the root, q [b, S, V], p [b, S+1, V], coins [b, S], final coins [b] -> predicts int32 [b, S+1], -1
     padded, and accept_token_num int32 [b]. The rule is `verify.chain`; an empty residual ends in V - 1."""
-    batch, steps = draft_tokens.shape[0], draft_tokens.shape[-1]
-    _shape("draft_tokens", draft_tokens, (batch, steps))
+    if draft_tokens.dim() != 2:
+        raise ValueError(f"draft_tokens has shape {list(draft_tokens.shape)}: [b, S] is needed")
+    batch, steps = draft_tokens.shape
     _type("draft_tokens", draft_tokens, INTEGERS)
     _probs("target_probs", target_probs, (batch, steps + 1))
     _probs("draft_probs", draft_probs, (batch, steps))

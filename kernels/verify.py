@@ -74,7 +74,7 @@ def walk_links(tokens: Tensor, tree_links: Links, levels: int, rule: Rule, rng: 
     path[:, 0] = 0
     moving = torch.ones(batch, dtype=torch.bool, device=tokens.device)
     for level in range(levels + 1):
-        if may_stop and not moving.any():
+        if level and may_stop and not moving.any():
             break
         rule.enter(node, moving)
         child = torch.where(moving, first_child.gather(1, node[:, None])[:, 0], -1)
@@ -142,7 +142,7 @@ def target_only(tree: Tree, p: Probs, rng: Rng, single: float = 1.0, acc: float 
     if on_triton(tree.tokens) and (given := rng.uniforms(tree.tokens.shape[1])):
         tree_links = links(tree.parent, tree.valid)
         return _walk_triton(
-            _TARGET_ONLY, tree.tokens, tree_links, tree.levels, p.all(), given, single, acc, tree.parent
+            _TARGET_ONLY, tree.tokens, tree_links, tree.levels, p.all(), given, single, acc, _linked(tree)
         )
     return walk(tree, TargetOnlyRule(p, single, acc), rng)
 
@@ -196,7 +196,7 @@ def rejection(tree: Tree, p: Probs, rng: Rng) -> Verdict:
     if on_triton(tree.tokens) and (given := rng.uniforms(tree.tokens.shape[1])):
         kind = _POINT if point else _WITHOUT_REPLACEMENT if tree.law == "without_replacement" else _IID
         q, tree_links = None if point else tree.q, links(tree.parent, tree.valid)
-        return _walk_triton(kind, tree.tokens, tree_links, tree.levels, p.all(), given, 1.0, 1.0, tree.parent, q)
+        return _walk_triton(kind, tree.tokens, tree_links, tree.levels, p.all(), given, 1.0, 1.0, _linked(tree), q)
     rule: Rule = PointRule(p) if point else DrawnRule(p, tree)
     return walk(tree, rule, rng)
 
@@ -327,6 +327,10 @@ def chain(tokens: Tensor, q: Tensor, p: Tensor, coins: Tensor, final: Tensor) ->
 _GREEDY, _TARGET_ONLY, _POINT, _IID, _WITHOUT_REPLACEMENT = range(5)
 
 
+def _linked(tree: Tree) -> Tensor:
+    return torch.where(tree.valid, tree.parent, -1)
+
+
 def _walk_triton(
     kind: int,
     tokens: Tensor,
@@ -336,7 +340,7 @@ def _walk_triton(
     uniforms: tuple[Tensor, Tensor],
     single: float = 1.0,
     acc: float = 1.0,
-    parent: Tensor | None = None,  # given: a repeated sibling is dead
+    parent: Tensor | None = None,  # [B, N] of the nodes that are linked; given: a repeated sibling is dead
     q: Tensor | None = None,
 ) -> Verdict:
     batch, nodes = tokens.shape

@@ -2,10 +2,15 @@
 
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels then run on the CPU when asked for
+
+from specresearch.kernels import backend
 from specresearch.models import tiny
 from specresearch.models.hf import HFModel
 
@@ -32,6 +37,14 @@ def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     own.model.save_pretrained(folder)
     own.tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def triton() -> Iterator[None]:
+    """Run the Triton kernels: on the GPU, else in Triton's interpreter."""
+    backend.use(name="triton")
+    yield
+    backend.use(name="auto")
 
 
 @pytest.fixture(autouse=True)
