@@ -51,6 +51,7 @@ def build(cfg: DictConfig, target: Target | None = None) -> Parts:
     sampling = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias")
     values: Any = OmegaConf.to_object(cfg)
     sampler = Sampler(**{key: values[key] for key in sampling})
+    make(cfg, "kernels")
     policy, verifier = make(cfg, "tree"), make(cfg, "verifier")
     check_fit(Drafter(), policy, verifier, sampler.temperature, cfg.lossy)  # before any model is loaded
     target = target or make(cfg, "target")

@@ -40,14 +40,14 @@ def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def triton() -> Iterator[None]:
+def triton() -> None:
     """Run the Triton kernels: on the GPU, else in Triton's interpreter."""
     backend.use(name="triton")
-    yield
-    backend.use(name="auto")
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _as_new() -> Iterator[None]:
     random.seed(0)
     torch.manual_seed(0)
+    yield
+    backend.use(name="auto")

@@ -11,9 +11,9 @@ import pytest
 
 from specresearch import cli
 from specresearch.decode import Decoder
+from specresearch.kernels.verify import PointRule
 from specresearch.models import tiny
 from specresearch.overrides import quoted
-from specresearch.verifiers.rejection import PointRule
 
 BASE = ["target=tiny", "tracker=none", "max_new_tokens=12"]
 KINDS = ["conversation", "translation", "summarization", "qa", "math", "rag", "code_edit"]
@@ -235,6 +235,9 @@ MISTAKES = [
     (["target=null"], "smollm2"),
     (["prompts=null"], "builtin"),
     (["tracker=null"], "wandb"),
+    (["kernels=null"], "torch, triton"),
+    (["kernels=cuda"], "torch, triton"),
+    (["kernels.name=fast"], "torch or triton"),
     (["tree=static", "tree.widths=3"], "[4,2,1]"),
     (["tree=static", "tree.widths=[]"], "[4,2,1]"),
     (["tree=static", "tree.widths=[1000,1000,1000]"], "1024"),

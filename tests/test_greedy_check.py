@@ -15,7 +15,7 @@ from specresearch.sampling import Sampler
 from specresearch.trees.dynamic import DynamicTree
 from specresearch.trees.static import StaticTree
 from specresearch.types import TargetOutput
-from specresearch.verifiers.rejection import PointRule
+from specresearch.kernels.verify import PointRule
 
 
 @pytest.fixture

@@ -2,17 +2,26 @@
 Triton's interpreter. (SGLang's functions have a reference of their own in test_sglang.py, attention in test_attention.py.)"""
 
 import math
+import os
+import platform
+import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 import torch
+from helpers import decode, trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specresearch.drafters.small_lm import SmallLM
 from specresearch.kernels import backend, cache, mask, sampling, tree, verify
-from specresearch.types import Tree
+from specresearch.models import tiny
+from specresearch.sampling import Sampler
+from specresearch.types import Tree, UserError
 
 pytestmark = pytest.mark.skipif(backend.triton is None, reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -463,3 +472,39 @@ class TriedNotMasked(verify.TargetOnlyRule):
 def test_planted_faults_are_seen_on_the_grid(fault):
     rule = lambda drafts, p, rng: verify.walk(drafts, fault(p, 1.0, 1.0), rng)  # noqa: E731
     assert max(grid_error(rule, laws_in(8, seed), 8, [0, 1], False) for seed in range(2)) > 1 / 64
+
+
+# -- the choice of a backend, and the loop -------------------------------------------------------------------------------
+
+
+def test_triton_that_cannot_run_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="kernels=auto"):
+        backend.use(name="triton")
+    assert backend.chosen() == "auto" and not backend.on_triton(torch.zeros(1))
+    monkeypatch.setattr(backend, "triton", None)
+    with pytest.raises(UserError, match="pip install triton"):
+        backend.use(name="triton")
+
+
+@pytest.mark.parametrize("law", ["point", "drawn"])
+def test_the_loop_gives_the_same_tokens_on_triton(law):
+    """Sampled, batched, ragged, with truncation and penalties: structure, attention, warp, verification and commit."""
+    target = tiny.load(dtype="float32", device=DEVICE)
+    prompts = [target.chat([{"role": "user", "content": text}]) for text in ("abcabcabcabc the cat", "one two one two")]
+    policy = trees(0.8)["static"] if law == "point" else trees(0.8, "without_replacement")["static"]
+    how = {"drafter": SmallLM(target, layers=1), "policy": policy, "batch": 2, "budget": 6}
+    sampler = Sampler(temperature=0.8, top_k=40, top_p=0.95, repetition_penalty=1.1)
+    reference, turns = both(lambda: decode(target, prompts, sampler=sampler, **how))
+    assert [t.output_ids for t in turns] == [t.output_ids for t in reference]
+    assert [[s["path"] for s in t.steps] for t in turns] == [[s["path"] for s in t.steps] for t in reference]
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="Triton's compiler")
+def test_all_kernels_compile_for_a_gpu():
+    """The compiler refuses much that the interpreter lets pass. No GPU is needed."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).parent / "compile_kernels.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
