@@ -8,6 +8,7 @@ from helpers import decode
 from specresearch.drafters.ngram import NGram
 from specresearch.drafters.none import NoDrafter
 from specresearch.drafters.small_lm import SmallLM
+from specresearch.kernels.verify import PointRule
 from specresearch.lossless.greedy import GreedyJudge, verdict_of
 from specresearch.models import tiny
 from specresearch.models.hf import HFModel
@@ -15,7 +16,6 @@ from specresearch.sampling import Sampler
 from specresearch.trees.dynamic import DynamicTree
 from specresearch.trees.static import StaticTree
 from specresearch.types import TargetOutput
-from specresearch.kernels.verify import PointRule
 
 
 @pytest.fixture

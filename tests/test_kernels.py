@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import decode, trees
+from helpers import decode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +21,7 @@ from specresearch.drafters.small_lm import SmallLM
 from specresearch.kernels import backend, cache, mask, sampling, tree, verify
 from specresearch.models import tiny
 from specresearch.sampling import Sampler
+from specresearch.trees.static import StaticTree
 from specresearch.types import Tree, UserError
 
 pytestmark = pytest.mark.skipif(backend.triton is None, reason="Triton is not installed")
@@ -449,7 +450,7 @@ def test_triton_walks_have_the_exact_law(triton, seed):
     """The same; in the interpreter on coarse grids, and the second rule on the first level alone."""
     cells, levels, coins = (8, 2, [1, 2, 3]) if GPU else (3, 1, [1, 2])
     assert grid_error(verify.target_only, laws_in(cells, seed), cells, [0, 1], False) < 1e-12
-    cells = min(cells, 4)
+    cells = 4 if GPU else 2
     assert grid_error(verify.rejection, laws_in(cells, seed), cells, coins, True, levels) < 1e-12
 
 
@@ -488,17 +489,17 @@ def test_triton_that_cannot_run_is_refused(monkeypatch):
         backend.use(name="triton")
 
 
-@pytest.mark.parametrize("law", ["point", "drawn"])
-def test_the_loop_gives_the_same_tokens_on_triton(law):
-    """Sampled, batched, ragged, with truncation and penalties: structure, attention, warp, verification and commit."""
+def test_the_loop_gives_the_same_tokens_on_triton():
+    """Sampled, batched, ragged, with penalties: structure, attention, warp, verification and commit, all on Triton."""
     target = tiny.load(dtype="float32", device=DEVICE)
     prompts = [target.chat([{"role": "user", "content": text}]) for text in ("abcabcabcabc the cat", "one two one two")]
-    policy = trees(0.8)["static"] if law == "point" else trees(0.8, "without_replacement")["static"]
-    how = {"drafter": SmallLM(target, layers=1), "policy": policy, "batch": 2, "budget": 6}
-    sampler = Sampler(temperature=0.8, top_k=40, top_p=0.95, repetition_penalty=1.1)
+    policy = StaticTree(widths=[2, 1], temperature=0.8, draw="without_replacement")
+    how = {"drafter": SmallLM(target, layers=1), "policy": policy, "batch": 2, "budget": 20 if GPU else 4}
+    sampler = Sampler(temperature=0.8, repetition_penalty=1.1)
     reference, turns = both(lambda: decode(target, prompts, sampler=sampler, **how))
     assert [t.output_ids for t in turns] == [t.output_ids for t in reference]
     assert [[s["path"] for s in t.steps] for t in turns] == [[s["path"] for s in t.steps] for t in reference]
+    assert any(len(s["path"]) > 1 for t in turns for s in t.steps), "something must be accepted, and moved"
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="Triton's compiler")
