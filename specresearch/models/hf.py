@@ -7,12 +7,17 @@ import inspect
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from specresearch.kernels.attention import additive, serves
+from specresearch.kernels.backend import chosen
+from specresearch.kernels.mask import pack_words
 from specresearch.kernels.tree import ancestors
+from specresearch.models.attention import Takeover, TreeMask
 from specresearch.models.cache import LayerShape, SlotCache
 from specresearch.sampling import Sampler
 from specresearch.types import Step, Tap, Target, TargetOutput, Tree, UserError, Verdict
@@ -40,6 +45,9 @@ class HFModel(Target):
         self.cache: SlotCache | None = None
         self._keep: Tensor | None = None
         self._captured: dict[Tap, Tensor] | None = None
+        self.takeover = Takeover(self.blocks)
+        self.ours = False  # whether the tree kernel computes the attention of a pass: set by the check
+        self._packed_only = False
         self._hook()
         self._check()
 
@@ -102,7 +110,29 @@ class HFModel(Target):
             block.register_forward_hook(stream(index + 1))
 
     def _check(self) -> None:
-        """Some architectures ignore explicit positions or masks. Compare tree passes with the plain forward, once."""
+        """Some architectures ignore explicit positions or masks. Compare tree passes with the plain forward, once.
+
+        With our attention first, where the model's is transformers' SDPA, and with nothing but the packed mask, which any
+        layer that does not ask ours stumbles over. A model that needs another attention keeps its own.
+        """
+        fault: BaseException | None = None
+        if self.takeover.possible:
+            try:
+                self.ours = self._packed_only = True
+                self._require_exact()
+                self._packed_only = False
+                if not self._on_kernel():
+                    self._require_exact()
+                return
+            except Exception as error:
+                fault = error
+            self.ours = self._packed_only = False
+        self._require_exact()
+        if chosen() == "triton":
+            why = one_line(fault.__cause__ or fault) if fault else "it is not transformers' sdpa"
+            raise UserError(f"kernels=triton cannot compute the attention of {self.name} ({why}): use kernels=auto")
+
+    def _require_exact(self) -> None:
         try:
             error, scale = self._error()
         except UserError:
@@ -202,20 +232,36 @@ class HFModel(Target):
         slots = (at * cache.slots + length + start)[:, None] + torch.arange(width, device=self.device)
         cache.aim(slots.flatten(), rows, visible)
         self._keep, self._captured = keep, dict.fromkeys(taps) if taps else None  # type: ignore[assignment]
-        kwargs = {self.cache_name: cache, "use_cache": True}
+        kwargs = {self.cache_name: cache, "use_cache": True, **self._masks(length, mask, visible)}
         try:
-            logits = self.model(
-                input_ids=tokens.clamp(max=self.embedded - 1),  # a draft model may lack the target's padded ids
-                position_ids=positions.clamp(max=self.context - 1),  # nodes past the context are never emitted
-                attention_mask=_additive(length, mask, visible, self.dtype),
-                **kwargs,
-            ).logits
+            with self.takeover() if self.ours else nullcontext():
+                logits = self.model(
+                    input_ids=tokens.clamp(max=self.embedded - 1),  # a draft model may lack the target's padded ids
+                    position_ids=positions.clamp(max=self.context - 1),  # nodes past the context are never emitted
+                    **kwargs,
+                ).logits
             captured = self._captured
         finally:
             self._keep = self._captured = None
         if not captured:
             return logits, None
         return logits, torch.cat([captured[tap].to(self.device) for tap in taps], -1)
+
+    def _on_kernel(self) -> bool:
+        width = max(self.shapes[0].key_width, self.shapes[0].value_width)
+        return serves(self.model.get_input_embeddings().weight, width)
+
+    def _masks(self, length: Tensor, mask: Tensor, visible: int) -> dict[str, Any]:
+        """The keywords that tell a pass what its queries see: packed for the tree kernel, else one 4-D mask for all layers.
+
+        That one is additive, since transformers' eager attention reads a bool mask as numbers (it adds 1 where it should
+        block). Beside a packed mask it has no columns, and any attention but ours fails on it.
+        """
+        if self.ours and (self._packed_only or self._on_kernel()):
+            empty = torch.zeros(*mask.shape[:1], 1, mask.shape[1], 0, dtype=self.dtype, device=self.device)
+            return {"attention_mask": empty, "tree": TreeMask(pack_words(mask), length)}
+        dense = additive(mask, length, visible, self.dtype, torch.finfo(self.dtype).min)
+        return {"attention_mask": dense} | ({"tree": TreeMask(None, length)} if self.ours else {})
 
     def extend(
         self, rows: Sequence[int], tokens: Tensor, length: Tensor, taps: Sequence[Tap]
@@ -334,18 +380,6 @@ class HFModel(Target):
         return statistics.median(times[1:])
 
 
-def _additive(length: Tensor, mask: Tensor, visible: int, dtype: torch.dtype) -> Tensor:
-    """Prefix of `length` [R], then `mask` [R, q, M] -> additive [R, 1, q, visible].
-
-    Additive, since transformers' eager attention reads a bool mask as numbers (it adds 1 where it should block).
-    """
-    relative = torch.arange(visible, device=mask.device) - length[:, None]
-    inside = (relative >= 0) & (relative < mask.shape[-1])
-    index = relative.clamp(0, mask.shape[-1] - 1)[:, None].expand(-1, mask.shape[1], -1)
-    seen = (mask.gather(-1, index) & inside[:, None]) | (relative < 0)[:, None]
-    return torch.zeros(seen.shape, dtype=dtype, device=mask.device).masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
-
-
 def _limits(model: Any, layers: Sequence[Any]) -> list[tuple[int, str]]:
     """Lengths beyond which a cached token is forgotten, or would have had another key -> most tokens, and why."""
     config = model.config.get_text_config()
@@ -385,5 +419,5 @@ def _eos(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted({int(i) for i in [*ids, getattr(tokenizer, "eos_token_id", None)] if i is not None}))
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:160]
