@@ -161,6 +161,7 @@ def test_one_mask_for_many_calls(kernels):
     assert error(c, folded) < 1
 
 
+@needs_triton
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float64, 16), (torch.float32, 260)])
 def test_torch_computes_what_the_kernel_does_not(triton, dtype, width):
     c = case(3, [5], width=width, dtype=dtype)
