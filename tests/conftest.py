@@ -4,6 +4,9 @@ import os
 import random
 from collections.abc import Iterator
 
+# Before torch is imported, here and in processes that tests start: tiny tensors gain nothing from a second thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 
@@ -15,7 +18,6 @@ from specresearch.models import tiny
 from specresearch.models.hf import HFModel
 
 os.environ.setdefault("WANDB_MODE", "offline")
-torch.set_num_threads(1)  # tiny tensors gain nothing from a second, and test processes run side by side
 
 PROMPTS = ["abcabcabcabc the cat", "x", "one two three one two three one two", "Hello, who are you? Hello, who", "zzzz"]
 
