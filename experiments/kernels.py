@@ -56,8 +56,6 @@ def laws(*shape: int) -> Tensor:
 def build(batch: int, nodes: int) -> Case:
     def make() -> Callable[[], object]:
         parent, _ = trees(batch, nodes)
-        if backend.on_triton(parent):
-            return lambda: tree._structure_triton(parent, None, LEVELS + 1)
         return lambda: (tree.ancestor_words(parent, LEVELS), tree.links(parent))
 
     moved = batch * nodes * (4 * 8 + 4 * mask.words_of(nodes))

@@ -203,7 +203,7 @@ def _attend(
             inside = (bit < slots - behind)[:, None]
             few_k = tl.load(key + behind * key_slot + few_keys, mask=has & inside, other=0.0)
             few_v = tl.load(value + behind * value_slot + few_values, mask=value_has & inside, other=0.0)
-            seen = ((sees[:, None] >> bit[None, :]) & 1) != 0
+            seen = (((sees[:, None] >> bit[None, :]) & 1) != 0) & (bit < slots - behind)[None, :]
             peak, mass, acc = _update(q, few_k, few_v, scale, seen, peak, mass, acc, True, PRECISION, WIDEN)
 
     place = (row * nodes + node) * (kv_heads * GROUP) + own

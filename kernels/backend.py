@@ -35,7 +35,7 @@ def jit(kernel: Callable) -> Any:
 
 
 def interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
 
 
 def use(*, name: Backend) -> None:

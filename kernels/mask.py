@@ -64,9 +64,12 @@ def layout(mask: Tensor, seq_lens: Tensor, mode: Mode) -> Tensor:
     if mode != "full":
         raise ValueError(f"mask_mode={mode!r}: use one of {', '.join(MODES)}")
     nodes = mask.shape[1]
+    lengths = seq_lens.tolist()
+    if min(lengths, default=0) < 0:
+        raise ValueError(f"seq_lens={lengths}: a length is 0 or more")
     width = (seq_lens + nodes)[:, None].expand(-1, nodes)
     start = (width.flatten().cumsum(0) - width.flatten()).view_as(width)
-    flat = torch.ones(nbytes("full", nodes, seq_lens.tolist()), dtype=torch.bool, device=mask.device)
+    flat = torch.ones(nbytes("full", nodes, lengths), dtype=torch.bool, device=mask.device)
     cell = (start + seq_lens[:, None])[..., None] + torch.arange(nodes, device=mask.device)
     return flat.scatter_(0, cell.flatten(), mask.flatten())
 

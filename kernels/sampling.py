@@ -19,8 +19,10 @@ def raise_half(logits: Tensor) -> Tensor:
 
 
 def warp(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """Logits [..., V] -> probabilities, in transformers' order and with its tie rules: ties with the k-th value all stay,
-    of ties at the edge of top-p those of lower index go first.
+    """Logits [..., V] -> probabilities, in transformers' order and with its tie rules.
+
+    Ties with the k-th value all stay. Of ties at the edge of top-p as many stay as are needed: in torch those that its
+    sort, which is not stable, puts last, as in transformers; in Triton those of higher index.
 
     At temperature 0 the law is one-hot at the first argmax. A row that is no law (NaN, +inf or all -inf) becomes NaN.
     Half precision is raised to float32, float64 stays.
@@ -171,9 +173,10 @@ def pick_row(weights, uniform, vocab, BLOCK: tl.constexpr):
 
 @jit
 def _key(value):
-    """float32 -> int64 in [0, 2^32) with the same order (-0 counts as 0)."""
+    """float32 -> int64 in [0, 2^32) with the same order (-0 counts as 0, NaN as the largest)."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
+    key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
+    return tl.where(value == value, key, 0xFFFFFFFF)
 
 
 @jit
@@ -255,7 +258,7 @@ def _warp(
                 total += tl.sum(tl.where(_key(value) >= least, tl.exp(value - top), 0.0)).to(tl.float64)
             # Ascending, a token goes if what lies up to it is at most drop * total; so, descending, it stays if what lies
             # above it is less than the rest.
-            want = total - drop * total
+            want = tl.maximum(total - drop * total, 1e-300)  # at least one token stays
             edge, wanted = _threshold(logits, vocab, heat, top, least, want, True, True, BLOCK)
             for start in range(0, vocab, BLOCK):
                 at = start + tl.arange(0, BLOCK)

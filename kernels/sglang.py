@@ -27,6 +27,8 @@ def select_top_k_tokens(
     -> scores [b, 1, k] or [b, k, k], tokens [b, k] or [b, k k], parents [b, k+1] or [b, k] (flat indices of the new
     frontier), input_ids and next_scores [b, k]. Equal scores keep the lower index.
     """
+    if topk < 1:
+        raise ValueError(f"topk={topk}: use 1 or more")
     _type("topk_p", topk_p, FLOATS)
     _type("topk_index", topk_index, INTEGERS)
     if step == 0:
@@ -63,6 +65,8 @@ def organize_draft_results(
     draft_tokens [b, n-1], ascending. Ties go to the lower index, and no child is kept without its parent."""
     if not score_list or not len(score_list) == len(token_list) == len(parents_list):
         raise ValueError("score_list, token_list and parents_list need one entry a step, and at least one")
+    if score_list[0].dim() != 3 or 0 in score_list[0].shape[1:]:
+        raise ValueError(f"score_list[0] has shape {list(score_list[0].shape)}: [b, 1, k] is needed")
     batch, topk = score_list[0].shape[0], score_list[0].shape[-1]
     for step in range(len(score_list)):
         rows = topk if step else 1
@@ -183,7 +187,10 @@ def verify_tree_greedy(
     _type("target_predict", target_predict, INTEGERS)
     if target_predict.dim() != 1 or target_predict.numel() != candidates.numel():  # flat will do, too
         _shape("target_predict", target_predict, tuple(candidates.shape))
-    choice = target_predict.reshape(candidates.shape).long()
+    own = torch.arange(candidates.shape[0], device=candidates.device)[:, None] * candidates.shape[1]
+    inside = (retrieve_index >= own) & (retrieve_index < own + candidates.shape[1])
+    predicted = target_predict.flatten().long()[torch.where(inside, retrieve_index, own).long()]
+    choice = torch.where(inside, predicted, -1)
     verdict = verify.greedy_links(candidates.long(), links, num_steps, choice)
     return _accepted(verdict, candidates, retrieve_index)
 
@@ -203,7 +210,7 @@ def tree_speculative_sampling_target_only(
     """Coins [b, n] by parent slot, final coins [b], target_probs [b, n, V] -> as `verify_tree_greedy`.
 
     As in SGLang, the mass of a repeated sibling counts again, which biases the output: use `specresearch`'s own verifier
-    for trees that may hold duplicates. A row without mass ends in V - 1.
+    for trees that may hold duplicates. A row without mass, or with NaN, ends in V - 1.
     """
     links = _candidates(candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, num_steps)
     batch, nodes = candidates.shape
@@ -314,12 +321,14 @@ def _uniforms(coins: Tensor, final: Tensor, batch: int, each: int) -> None:
 
 
 def _renorm(name: str, probs: Tensor, value: sampling.Parameter, types: tuple[torch.dtype, ...]) -> None:
-    if probs.dim() != 2:
+    if probs.dim() != 2 or probs.shape[1] < 1:
         raise ValueError(f"probs has shape {list(probs.shape)}: [rows, V] is needed")
     _type("probs", probs, FLOATS)
     if isinstance(value, Tensor):
         _shape(name, value, (probs.shape[0],) if value.dim() else ())
         _type(name, value, types)
+    elif value != value or (types is INTEGERS and not isinstance(value, int)):
+        raise ValueError(f"{name}={value}: use {'a whole number' if types is INTEGERS else 'a number'}")
 
 
 def _shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -150,7 +150,7 @@ def organize(score: Tensor, parent: Tensor, count: int, levels: int) -> Tensor:
 def _structure_triton(parent: Tensor, valid: Tensor | None, hops: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ancestor words int32 [B, N, W], count, first child, next sibling [B, N] in one launch."""
     batch, nodes = parent.shape
-    parent = parent.contiguous()
+    parent = parent.long().contiguous()
     words = torch.empty(batch, nodes, words_of(nodes), dtype=torch.int32, device=parent.device)
     count, child, sibling = (torch.empty_like(parent) for _ in range(3))
     tile = min(power_of_2(nodes), 32)

@@ -130,7 +130,7 @@ class GreedyRule:
         self.choice = _update(self, "choice", moving, self.choose(node))
 
     def accept(self, child: Tensor, token: Tensor, trying: Tensor, rng: Rng) -> Tensor:
-        return trying & (token == self.choice)
+        return trying & (token == self.choice) & (token >= 0)  # -1 is no token
 
     def finish(self, rng: Rng) -> Tensor:
         return self.choice
@@ -345,6 +345,8 @@ def _walk_triton(
 ) -> Verdict:
     batch, nodes = tokens.shape
     vocab = 1 if kind == _GREEDY else p.shape[2]
+    if kind != _GREEDY:  # the kernel computes in float32
+        p, q = p.float(), None if q is None else q.float()
     path = torch.empty(batch, levels + 1, dtype=torch.long, device=tokens.device)
     length, following = (torch.empty(batch, dtype=torch.long, device=tokens.device) for _ in range(2))
     scratch = (
@@ -427,7 +429,7 @@ def _walk(
             token = tl.load(tokens + child)
             ok = tl.full([], 0, tl.int32)
             if KIND == 0:
-                ok = (token == tl.load(p + node)).to(tl.int32)
+                ok = ((token == tl.load(p + node)) & (token >= 0)).to(tl.int32)
             else:
                 if KIND >= 3:
                     mass = tl.load(tl.where(rejected > 0, residual, p + node * vocab) + token)
@@ -528,6 +530,7 @@ def _drop(q, token, vocab, BLOCK: tl.constexpr):
 
 def _chain_triton(tokens: Tensor, q: Tensor, p: Tensor, coins: Tensor, final: Tensor) -> Verdict:
     batch, steps, vocab = p.shape[0], tokens.shape[1], p.shape[2]
+    p, q, coins = p.float(), q.float(), coins.float()
     path = torch.empty(batch, steps + 1, dtype=torch.long, device=tokens.device)
     length, following = (torch.empty(batch, dtype=torch.long, device=tokens.device) for _ in range(2))
     _chain[(batch,)](

@@ -172,6 +172,6 @@ def report(error: Exception) -> int:
         return ERROR
     if isinstance(error, UserError):
         return console.fail(str(error))
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and not isinstance(error, HydraException):  # a missing option is both
         return console.fail(f"{error.filename or 'a file'} cannot be written or read: {error.strerror or error}")
     return console.fail(overrides.explain(error))

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specresearch.kernels import cache, sampling, tree, verify
+from specresearch.kernels import attention, cache, sampling, tree, verify
 
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -52,12 +52,34 @@ def cases():
         )
         constants = {"KIND": kind, "DEAD": kind > 0, "NODES": 64, "BLOCK": 1024}
         yield f"walk kind={kind}", verify._walk, kinds, constants, 1 if kind == 0 else 8
+    for dtype, width, tile, block, warps in (
+        ("*bf16", 64, 64, 64, 4),
+        ("*bf16", 128, 128, 64, 8),
+        ("*fp32", 64, 32, 32, 8),
+    ):
+        kinds = dict.fromkeys(("query", "key", "value", "out"), dtype) | {
+            "words": "*i32",
+            "length": "*i64",
+            "scale": "fp32",
+        }
+        kinds |= {"partial": "*fp32", "weight": "*fp32"}
+        constants = {"GROUP": 4, "D": width, "E": width, "TILE": tile, "BLOCK": block, "SPLIT": True, "WIDEN": False}
+        constants["PRECISION"] = "ieee" if dtype == "*fp32" else "tf32"
+        yield f"attend {dtype} d={width}", attention._attend, kinds, constants, warps
+    kinds = {"partial": "*fp32", "weight": "*fp32", "out": "*bf16"}
+    yield "combine", attention._combine, kinds, {"E": 128, "SPLITS": 32}, 1
     yield "chain", verify._chain, {**long, **laws, "coins": "*fp32"}, {"BLOCK": 1024}, 8
 
 
 def compiled(kernel, types: dict, constants: dict, warps: int) -> tuple[int, int, int]:
     """-> registers a thread, bytes of stack (spills and calls), bytes of shared memory"""
-    source = ASTSource(fn=kernel, signature=signature(kernel, types, constants), constexprs=constants)
+    kinds = signature(kernel, types, constants)
+    aligned = [["tt.divisibility", 16]]  # what the launcher sees of pointers, strides and sizes
+    even = {"vocab", "width", "key_width", "value_width"} | {
+        n for n in kinds if n.endswith(("_row", "_head", "_node", "_slot"))
+    }
+    attrs = {(i,): aligned for i, (name, kind) in enumerate(kinds.items()) if kind[0] == "*" or name in even}
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=constants, attrs=attrs)
     made = triton.compile(source, target=TARGET, options={"num_warps": warps})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(made.asm["cubin"])

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specresearch.drafters.small_lm import SmallLM
-from specresearch.kernels import backend, cache, mask, sampling, tree, verify
+from specresearch.kernels import backend, cache, mask, sampling, sglang, tree, verify
 from specresearch.models import tiny
 from specresearch.sampling import Sampler
 from specresearch.trees.static import StaticTree
@@ -234,7 +234,7 @@ def test_warp_of_ties_and_broken_rows():
     logits = torch.tensor(
         [[1.0, 0, 0, 0, 0], [0] * 5, [math.nan, 0, 0, 0, 0], [math.inf, 0, 0, 0, 0], [-math.inf] * 5], device=DEVICE
     )
-    for temperature, top_k, top_p in [(0, 0, 1.0), (1.0, 0, 0.3), (1.0, 0, 0.61), (1.0, 2, 0.61)]:
+    for temperature, top_k, top_p in [(1.0, 0, 1e-17), (0, 0, 1.0), (1.0, 0, 0.3), (1.0, 0, 0.61), (1.0, 2, 0.61)]:
         reference, law = both(lambda t=temperature, k=top_k, p=top_p: sampling.warp(logits, t, k, p))
         assert torch.allclose(law, reference, rtol=0, atol=1e-6, equal_nan=True)
     assert law[2:].isnan().all() and not law[:2].isnan().any()
@@ -398,6 +398,28 @@ def test_coins_on_the_boundary(name):
             assert accepted(rule, 0.25, 0.0) and accepted(rule, 0.25, 0.2499999999)
             assert not accepted(rule, 0.0, 0.0) and not accepted(rule, 0.25, 0.25)
             assert accepted(rule, 1.0, 1 - 2**-53) and not accepted(rule, 0.75, 1 - 2**-53)
+
+
+@settings(max_examples=60 if GPU else 10, deadline=None)
+@given(st.integers(1, 2), st.integers(1, 6), st.integers(0, 4), st.booleans(), st.sampled_from([0.0, 0.6, 1.0]), seeds)
+def test_sglang_functions_follow_any_links(batch, nodes, steps, wild, acc, seed):
+    """Repeated siblings, cycles, and links that point anywhere: bounded, and the same on both."""
+    g = torch.Generator().manual_seed(seed)
+    vocab = 4
+    links = tree.links(random_parent(g, batch, nodes))
+    if wild:
+        links = tuple(torch.randint(-2, nodes + 2, (batch, nodes), generator=g).to(DEVICE) for _ in range(2))
+    candidates = torch.randint(-1, vocab + 1, (batch, nodes), generator=g).to(DEVICE)
+    here = (candidates, torch.arange(batch * nodes, device=DEVICE).view(batch, nodes), *links)
+    predict = torch.randint(-1, vocab, (batch, nodes), generator=g).to(DEVICE)
+    p = dyadic(g, (batch, nodes, vocab)).to(DEVICE).to([torch.float32, torch.float64][seed % 2])
+    coins = ((torch.randint(0, 7919, (batch, nodes), generator=g) + 0.5) / 7919).to(DEVICE)
+    for run in (
+        lambda: sglang.verify_tree_greedy(*here, predict, steps),
+        lambda: sglang.tree_speculative_sampling_target_only(*here, coins, coins[:, 0], p, steps, 1.0, acc),
+    ):
+        reference, made = both(run)
+        assert all(torch.equal(reference[key], made[key]) for key in reference)
 
 
 # -- the law of the float32 kernels, on midpoint grids --------------------------------------------------------------------
