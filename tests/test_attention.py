@@ -161,6 +161,14 @@ def test_one_mask_for_many_calls(kernels):
     assert error(c, folded) < 1
 
 
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_the_scale_is_the_models(kernels, nodes):
+    c = case(nodes, [9, 40], group=3)
+    out = attention.tree_attention(c.query, c.key, c.value, pack_words(c.mask), c.length, scale=0.7)
+    c.query = c.query * (0.7 * math.sqrt(16))
+    assert error(c, out) < 1
+
+
 @needs_triton
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float64, 16), (torch.float32, 260)])
 def test_torch_computes_what_the_kernel_does_not(triton, dtype, width):
