@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specresearch.models.checkpoints import shipped
+from specresearch.models.distilled import is_student, load_student
 from specresearch.models.hf import HFModel
-from specresearch.models.loading import load, require_same_vocabulary
+from specresearch.models.loading import load, require_same_vocabulary, resolve_dtype
 from specresearch.types import Drafter, Frontier, Step, Target, Tree, UserError, Verdict
 
 
@@ -27,16 +29,12 @@ class SmallLM(Drafter):
     ):
         if not isinstance(target, HFModel):
             raise UserError("drafter=small_lm needs a Hugging Face target: use target=hf or target=smollm2")
-        if (id is None) == (layers is None):
-            raise UserError(
-                "drafter=small_lm needs a model: give drafter.id=<Hub id or folder>, "
-                "or drafter.layers=k to draft with the target's first k layers"
-            )
-        if id is None:
-            self.model = target.first_layers(layers)  # type: ignore[arg-type]
+        if id is not None and layers is not None:
+            raise UserError("drafter.id and drafter.layers name two models: give one of them")
+        if layers is not None:
+            self.model = target.first_layers(layers)
         else:
-            self.model = load(id=id, revision=revision, dtype=dtype or str(target.dtype)[6:], device=str(target.device))
-            require_same_vocabulary(target, self.model, f"drafter.id={id}")
+            self.model = _other(target, id or _shipped(target.name), revision, dtype)
         self.vocab_size = target.vocab_size
 
     def reserve(self, batch: int, capacity: int, slots: int) -> None:
@@ -75,3 +73,22 @@ class SmallLM(Drafter):
 
     def commit(self, step: Step, tree: Tree, verdict: Verdict, features: Tensor | None) -> None:
         self.lag = verdict.path.shape[1]  # the tokens themselves come from the loop's history, in `_root`
+
+
+def _shipped(target: str) -> str:
+    try:
+        return shipped("small_lm", target)
+    except UserError as error:
+        raise UserError(
+            f"drafter=small_lm needs a model: give drafter.id=<Hub id or folder>, or drafter.layers=k to draft with the "
+            f"target's first k layers ({error})"
+        ) from None
+
+
+def _other(target: HFModel, id: str, revision: str | None, dtype: str | None) -> HFModel:
+    """A distilled model of this target, or any causal LM of the same vocabulary."""
+    if isinstance(id, str) and is_student(id):
+        return load_student(id, target, resolve_dtype(dtype, target.device) if dtype else None)
+    model = load(id=id, revision=revision, dtype=dtype or str(target.dtype)[6:], device=str(target.device))
+    require_same_vocabulary(target, model, f"drafter.id={id}")
+    return model

@@ -165,7 +165,7 @@ def main() -> None:
     sys.exit(next((s for s in (INTERRUPTED, ERROR, VIOLATION) if s in statuses), OK))
 
 
-def report(error: Exception) -> int:
+def report(error: Exception, command: str = "config") -> int:
     """Mistakes of the user in one line; what is a fault of the program keeps its traceback."""
     if TRACEBACKS or not isinstance(error, UserError | HydraException | OmegaConfBaseException | OSError):
         traceback.print_exception(error)
@@ -174,4 +174,4 @@ def report(error: Exception) -> int:
         return console.fail(str(error))
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # a missing option is both
         return console.fail(f"{error.filename or 'a file'} cannot be written or read: {error.strerror or error}")
-    return console.fail(overrides.explain(error))
+    return console.fail(overrides.explain(error, command))

@@ -77,9 +77,9 @@ def frozen(cfg: DictConfig, folder: Path) -> DictConfig:
     return OmegaConf.create(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
-def known() -> tuple[list[str], dict[str, list[str]]]:
-    """All keys that exist somewhere in conf/, and the options of each group."""
-    root, keys = Path(CONF), set(OmegaConf.load(Path(CONF) / "config.yaml")) - {"defaults"}
+def known(command: str = "config") -> tuple[list[str], dict[str, list[str]]]:
+    """All keys of a command (the name of its yaml) and of all groups in conf/, and the options of each group."""
+    root, keys = Path(CONF), set(OmegaConf.load(Path(CONF) / f"{command}.yaml")) - {"defaults"}
     options: dict[str, list[str]] = {}
     for path in sorted(root.glob("*/*.yaml")):
         group = path.parent.name
@@ -97,11 +97,11 @@ def near_text(close: Sequence[str], choice: Sequence[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(choice)}"
 
 
-def explain(error: Exception) -> str:
+def explain(error: Exception, command: str = "config") -> str:
     """Hydra's and OmegaConf's complaints in one line that names what is near."""
     if override := getattr(error, "override", None):
         return f"{override} cannot be read as KEY=VALUE: quote it, e.g. 'key=\"a text\"' ({one_line(error)})"
-    keys, options = known()
+    keys, options = known(command)
     text, cause = str(error), error.__cause__
     while cause is not None:
         text, cause = text + "\n" + str(cause), cause.__cause__
@@ -110,7 +110,7 @@ def explain(error: Exception) -> str:
     if "Missing mandatory value" in text and (found := re.search(r"full_key: (\S+)", text)):
         return f"{found[1]} must be given: {found[1]}=..."
     if found := re.search(r"Error merging override (\S+)", text):
-        return f"{found[1].split('=')[0]} takes a value of another kind: see conf/config.yaml ({found[1]})"
+        return f"{found[1].split('=')[0]} takes a value of another kind: see conf/{command}.yaml ({found[1]})"
     if found := re.search(r"Could not override '([^']+)'|full_key: (\S+)", text):
         key = found[1] or found[2]
         if key not in keys:

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from tiny_heads import eagle_head, medusa_heads
 
 from specresearch.build import build, engine, make
 from specresearch.fit import check_fit
+from specresearch.models.checkpoints import save_head
 from specresearch.overrides import CONF
 from specresearch.trees.best_first import BestFirstTree
 from specresearch.trees.dynamic import DynamicTree
@@ -22,6 +24,7 @@ from specresearch.verifiers.target_only import TargetOnly
 ROOT = Path(__file__).parents[1]
 NEEDED = {
     ("drafter", "small_lm"): ["drafter.layers=1"],
+    ("verifier", "typical"): ["lossy=allow"],
     ("tree", "optimal"): ["tree.acceptance=[[0.6,0.2],[0.5]]"],
     ("prompts", "text"): ["prompts.text=hello"],
     ("prompts", "file"): [f"prompts.path={ROOT}/specresearch/prompts/builtin.jsonl"],
@@ -35,9 +38,19 @@ def configuration(*overrides: str):
         return compose("config", ["target=tiny", "tracker=none", *overrides])
 
 
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory):
+    """A draft head for the tiny target, as `drafter.ckpt` takes it, by drafter."""
+    folder = tmp_path_factory.mktemp("heads")
+    save_head(eagle_head(taps=(0, 1, 2)), folder / "eagle")
+    save_head(medusa_heads(), folder / "medusa")
+    return {name: [f"drafter.ckpt={folder}/{name}"] for name in ("eagle", "medusa")}
+
+
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_option_composes_and_instantiates(group, option):
-    cfg = configuration(f"{group}={option}", *NEEDED.get((group, option), []))
+def test_every_option_composes_and_instantiates(group, option, heads):
+    needed = heads.get(option, []) if group == "drafter" else []
+    cfg = configuration(f"{group}={option}", *NEEDED.get((group, option), needed))
     if (group, option) not in ABROAD:
         parts = build(cfg)
         assert parts.policy.size >= 1

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "specresearch"
 ROOMS = ("drafters", "verifiers", "kernels")
-ENTRY_POINTS = {"cli.py", "build.py", "overrides.py"}
+ENTRY_POINTS = {"cli.py", "build.py", "overrides.py", "train.py", "export.py"}
 
 
 def sources() -> list[Path]:
@@ -61,6 +61,7 @@ def test_one_way_imports(path):
 def test_rooms_are_no_packages_of_their_own():
     for room in ROOMS:
         assert not (ROOT / room / "__init__.py").exists()
+    for room in (*ROOMS, "checkpoints"):
         assert os.readlink(PACKAGE / room) == f"../{room}"
 
 

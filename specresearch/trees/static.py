@@ -7,47 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from specresearch.trees.growth import MOST_NODES, Growth, law_of, positive, resolve_draw
+from specresearch.trees.presets import PRESETS, parents_of
 from specresearch.types import Ask, Step, Tree, TreePolicy, UserError
 
 EXAMPLES = {"parents": "[-1,0,0,1]", "widths": "[4,2,1]"}
-
-# Paths of child ranks from the root; every prefix of a path is a path. `eagle1`: the 25 drafted nodes that EAGLE-1 ships.
-PRESETS: dict[str, list[str]] = {
-    "binary": ["0", "1", "00", "01", "10", "11", "000", "001", "010", "011", "100", "101", "110", "111"],
-    "eagle1": [
-        "0",
-        "1",
-        "2",
-        "3",
-        "00",
-        "01",
-        "02",
-        "10",
-        "11",
-        "20",
-        "21",
-        "30",
-        "000",
-        "001",
-        "002",
-        "010",
-        "011",
-        "020",
-        "021",
-        "100",
-        "0000",
-        "0001",
-        "0002",
-        "00000",
-        "00001",
-    ],
-}
-
-
-def parents_of_paths(paths: Sequence[str]) -> list[int]:
-    """Paths of child ranks ("0", "01", ...) -> parent pointers in breadth-first order, root first."""
-    order = ["", *sorted(paths, key=lambda path: (len(path), path))]
-    return [-1] + [order.index(path[:-1]) for path in order[1:]]
 
 
 def parents_of_widths(widths: Sequence[int]) -> list[int]:
@@ -94,7 +57,7 @@ class StaticTree(TreePolicy):
             parents = parents_of_widths(widths)
         if parents is None and preset not in PRESETS:
             raise UserError(f"tree.preset={preset} is unknown: use one of {', '.join(PRESETS)}, or tree.widths=[4,2,1]")
-        self.shape(list(parents) if parents is not None else parents_of_paths(PRESETS[str(preset)]))
+        self.shape(list(parents) if parents is not None else parents_of(PRESETS[str(preset)]))
 
     def shape(self, parents: list[int]) -> None:
         require_size(len(parents))

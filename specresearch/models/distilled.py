@@ -1,0 +1,97 @@
+"""A small LM made of some of the target's layers: it shares the target's embedding and head, which are not stored with it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from specresearch.models.hf import HFModel, one_line
+from specresearch.types import UserError
+
+SHARED = ("model.embed_tokens.weight", "lm_head.weight")
+FORMAT = "specresearch-small-lm"
+
+
+def student(target: HFModel, layers: Sequence[int]) -> Any:
+    """A model of the target's class with copies of its `layers` (and of its final norm); the vocabulary is shared, frozen."""
+    count = len(target.blocks)
+    if not layers or any(type(i) is not int or not 0 <= i < count for i in layers):
+        raise UserError(f"layers={list(layers)}: {target.name} has the layers 0 to {count - 1}")
+    config = copy.deepcopy(target.model.config)
+    config.num_hidden_layers = len(layers)
+    if isinstance(getattr(config, "layer_types", None), list):
+        config.layer_types = [config.layer_types[i] for i in layers]
+    with torch.device("meta"):
+        model = type(target.model)(config)
+    if {n for n, _ in model.named_parameters()} & set(SHARED) == set():
+        raise UserError(
+            f"{target.name} ({config.model_type}) names its vocabulary otherwise: no small LM can be made of it"
+        )
+    own = target.model.state_dict()
+    tensors = {name: own[_source(name, layers)].detach().clone() for name in model.state_dict() if name not in SHARED}
+    return _filled(model, tensors, target)
+
+
+def _source(name: str, layers: Sequence[int]) -> str:
+    """Name in the target of what the student's tensor `name` is copied from."""
+    parts = name.split(".")
+    if parts[:2] == ["model", "layers"]:
+        parts[2] = str(layers[int(parts[2])])
+    return ".".join(parts)
+
+
+def _filled(model: Any, tensors: Mapping[str, Tensor], target: HFModel) -> Any:
+    wanted = {n: t.shape for n, t in model.state_dict().items() if n not in SHARED}
+    faults = [f"missing {n}" for n in sorted(wanted.keys() - tensors.keys())]
+    faults += [f"unexpected {n}" for n in sorted(tensors.keys() - wanted.keys())]
+    faults += [
+        f"{n} is {list(tensors[n].shape)} instead of {list(wanted[n])}"
+        for n in sorted(wanted.keys() & tensors.keys())
+        if tensors[n].shape != wanted[n]
+    ]
+    if faults:
+        raise UserError(f"the tensors of the small LM do not fit its config: {'; '.join(faults)}")
+    model.load_state_dict(dict(tensors), strict=False, assign=True)
+    model.get_input_embeddings().weight = nn.Parameter(target.model.get_input_embeddings().weight.detach(), False)
+    model.get_output_embeddings().weight = nn.Parameter(target.head.weight.detach(), False)
+    rotary = type(target.model.base_model.rotary_emb)(config=model.config)
+    model.base_model.rotary_emb = rotary.to(target.device)  # its buffers are not in the state dict
+    model.generation_config = target.model.generation_config
+    return model
+
+
+def save_student(model: Any, folder: Path, layers: Sequence[int], training: Mapping[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {n: t.detach().to(torch.bfloat16).cpu().contiguous() for n, t in model.state_dict().items()}
+    scratch = folder / "model.safetensors.tmp"
+    save_file({n: t for n, t in tensors.items() if n not in SHARED}, scratch, metadata={"format": "pt"})
+    scratch.replace(folder / "model.safetensors")
+    config = {"format": FORMAT, "layers": list(layers), "from_target": list(SHARED), "training": dict(training)}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def is_student(folder: str) -> bool:
+    try:
+        return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("format") == FORMAT
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def load_student(folder: str, target: HFModel, dtype: torch.dtype | None = None) -> HFModel:
+    """What `save_student` wrote, with the target's vocabulary. Raises UserError if it does not fit."""
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    try:
+        tensors = load_file(Path(folder) / "model.safetensors")
+    except Exception as error:  # damaged files raise many kinds
+        raise UserError(f"the small LM in {folder} cannot be read: {one_line(error)}") from None
+    dtype = dtype or target.dtype
+    model = student(target, config["layers"])
+    _filled(model, {n: t.to(device=target.device, dtype=dtype) for n, t in tensors.items()}, target)
+    return HFModel(model.to(dtype), target.tokenizer, f"small LM of {target.name}")

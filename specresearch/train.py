@@ -1,0 +1,138 @@
+"""`python -m specresearch.train drafter=eagle target=smollm2`: make on-policy data, train a draft head on it.
+
+Exit status: 0, 1 for an error, 130 after Ctrl-C; `resume=DIR` goes on after that, or after a kill.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from specresearch import cli, console, overrides
+from specresearch.build import make
+from specresearch.overrides import CONF
+from specresearch.tracking import Tracker
+from specresearch.training import data
+from specresearch.training.features import add_features
+from specresearch.training.packs import Library
+from specresearch.training.trainer import Schedule, Team, Trainer
+from specresearch.types import UserError
+
+GROUPS = {"drafter": "training/recipe@drafter", "data": "training/data@data"}
+STAGES = ("all", "data", "features", "check")
+
+
+@hydra.main(config_path=CONF, config_name="train", version_base="1.3")
+def job(cfg: DictConfig) -> None:
+    if cfg.stage not in STAGES:
+        raise UserError(f"stage={cfg.stage} is unknown: use {', '.join(STAGES)}")
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    cfg = overrides.frozen(cfg, folder)
+    target = make(cfg, "target")
+    wanted: Any = OmegaConf.to_container(cfg.data, resolve=True)
+    if cfg.stage == "check":
+        checked(data.check(target, data.folder_of(target, wanted["folder"])))
+        return
+    if cfg.stage == "features":
+        with console.progress() as bar:
+            task = bar.add_task("features", total=None, note="")
+            where = data.folder_of(target, wanted["folder"])
+            add_features(target, where, data.taps_of(target), lambda n, of: bar.update(task, completed=n, total=of))
+        return
+    team = together(target.device)
+    with console.progress() as bar:
+        task = bar.add_task("making data", total=wanted["tokens"], note="")
+        if team.rank == 0:
+            data.make(target, wanted, cfg.seed, lambda g: bar.update(task, completed=g.book.counts["answer_tokens"]))
+    where = team.agreed(data.folder_of(target, wanted["folder"]))
+    if cfg.stage == "all":
+        train(cfg, target, where, folder)
+
+
+def together(device: torch.device) -> Team:
+    """Join the processes that torchrun started, if it did."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and not torch.distributed.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        torch.distributed.init_process_group(backend, timeout=timedelta(days=1))  # one makes the data, the others wait
+    return Team()
+
+
+def checked(found: dict[str, Any]) -> None:
+    print(f"{found['train']} dialogues to train on, {found['held_out']} held out, {found['in_both']} in both")
+    print(", ".join(f"{key} {value}" for key, value in found["counts"].items()))
+    print(f"{len(found['bad'])} dialogues share 8 words in a row with an evaluation prompt")
+    for line in found["bad"][:10]:
+        print(f"  {line['kind']}: {line['text']!r}")
+    if found["bad"] or found["in_both"]:
+        raise UserError("the data is not clean: delete the shards that these dialogues are in")
+
+
+def train(cfg: DictConfig, target: Any, where: Path, folder: Path) -> None:
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    torch.manual_seed(cfg.seed)
+    recipe = instantiate(cfg.drafter, _convert_="all", target=target, library=Library(where))
+    trainer = Trainer(recipe, Schedule(seed=cfg.seed, **settings["schedule"]), where, folder)
+    if cfg.resume:
+        trainer.resume()
+    tracker = make(cfg, "tracker") if trainer.team.rank == 0 else Tracker()
+    tracker.start(settings, folder, group=None, tags=["train", cfg.drafter.name, target.name])
+    try:
+        with console.progress() as bar:
+            task = bar.add_task("training", total=None, note="")
+
+            def on_step(t: Trainer, numbers: dict[str, float]) -> None:
+                length = t.progress.curve[-1].get("held_out/walk") if t.progress.curve else None
+                note = f"loss {numbers['train/loss']:.3f}  held-out length {console.number(length)}"
+                bar.update(task, total=t.total, completed=t.progress.step, note=note)
+                tracker.log(numbers | held_out(t), step=t.progress.step)
+
+            trainer.run(on_step)
+    except KeyboardInterrupt:
+        print(f"interrupted: go on with  python -m specresearch.train resume={folder}", file=sys.stderr)
+        raise
+    finally:
+        place = tracker.finish({})
+    console.out.print(f"[bold]written to[/]  {folder}/head   use it with  drafter.ckpt={folder}/head")
+    if place:
+        console.out.print(place, markup=False)
+
+
+def held_out(trainer: Trainer) -> dict[str, float]:
+    """The held-out numbers, at the step that made them."""
+    last = trainer.progress.curve[-1] if trainer.progress.curve else {}
+    return (
+        {k: v for k, v in last.items() if k.startswith("held_out/")}
+        if last.get("step") == trainer.progress.step
+        else {}
+    )
+
+
+def main() -> None:
+    """Entry point of `python -m specresearch.train`."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        given = overrides.prepare(sys.argv[1:])
+        sys.argv[1:] = [
+            f"{GROUPS.get(key, key)}{sign}{value}" for key, sign, value in (a.partition("=") for a in given)
+        ]
+        job()
+    except KeyboardInterrupt:
+        sys.exit(cli.INTERRUPTED)
+    except SystemExit as exit:
+        sys.exit(cli.ERROR if exit.code else cli.OK)
+    except Exception as error:
+        sys.exit(cli.report(error))
+    sys.exit(cli.OK)
+
+
+if __name__ == "__main__":
+    main()
