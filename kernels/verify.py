@@ -392,6 +392,7 @@ def _walk(
     nodes, coin_count, vocab, levels, single, acc,
     KIND: tl.constexpr, DEAD: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """One row's tree. KIND: 0 greedy (`p` holds the target's choices), 1 target-only, 2 point, 3 iid, 4 without replacement."""
     row = tl.program_id(0).to(tl.int64)
     tokens += row * nodes
     first += row * nodes
