@@ -59,7 +59,8 @@ def depths(parent: Tensor) -> Tensor:
 
 
 def links(parent: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """First child and next sibling of every node, [B, N] each; nodes that are not `valid` are linked by nobody."""
+    """First child and next sibling of every node, [B, N] each; nodes that are not `valid` are linked by nobody
+    and have no sibling."""
     if on_triton(parent):
         return _structure_triton(parent, valid, 0)[2:]
     batch, nodes = parent.shape

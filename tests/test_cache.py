@@ -374,7 +374,7 @@ def check_arithmetic(parent: list[list[int]], valid: list[list[bool]], spare: in
             assert paths[row, node].tolist() == own + [-1] * (levels - len(own))
             children = [c for c in range(size) if up[c] == node and ok[c]]
             assert child[row][node] == (children[0] if children else -1)
-            later = [c for c in range(node + 1, size) if node and up[c] == up[node] and ok[c]]
+            later = [c for c in range(node + 1, size) if node and ok[node] and up[c] == up[node] and ok[c]]
             assert sibling[row][node] == (later[0] if later else -1)
 
 
