@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specresearch.kernels.attention import seen_slots
 from specresearch.models.cache import LayerShape, SlotCache
 from specresearch.models.checkpoints import fitted_head
 from specresearch.models.eagle import EagleHead
@@ -111,7 +112,10 @@ class Eagle(Drafter):
         at = (self.rows if rows is None else rows) * self.cache.slots + length + start
         slots = at[:, None] + torch.arange(tokens.shape[1], device=self.device)
         self.cache.aim(slots.flatten(), cached, visible)
-        seen = seen_slots(length, mask, visible, position, self.head.config.window)
+        seen = seen_slots(mask.expand(len(length), -1, -1), length, visible)
+        if (window := self.head.config.window) is not None:
+            slot = torch.arange(visible, device=self.device)
+            seen &= (slot >= length[:, None])[:, None] | (position[..., None] - slot < window)
         return self.head(tokens.clamp(max=self.head.config.vocab_size - 1), state, position, seen, self.cache)
 
     def _causal(self, width: int) -> Tensor:
@@ -128,14 +132,3 @@ class Eagle(Drafter):
         self.features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1])).to(self.dtype)
         self.due = verdict.length.clamp(min=1)
         self.asked = False
-
-
-def seen_slots(length: Tensor, mask: Tensor, visible: int, position: Tensor, window: int | None) -> Tensor:
-    """The first `length` [R] slots, then `mask` [R or 1, T, M] of those behind -> bool [R, T, visible]."""
-    slot = torch.arange(visible, device=length.device)
-    behind = (slot - length[:, None])[:, None]  # [R, 1, visible]
-    index = behind.clamp(0, mask.shape[-1] - 1).expand(-1, mask.shape[1], -1)
-    before = behind < 0
-    if window is not None:
-        before = before & (position[..., None] - slot < window)
-    return before | (mask.expand(len(length), -1, -1).gather(-1, index) & (behind >= 0) & (behind < mask.shape[-1]))

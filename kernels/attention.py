@@ -55,12 +55,17 @@ def tree_attention(
     return _torch(query, key, value, dense, scale, fold=query.shape[2] == 1 or query.is_cuda)
 
 
-def additive(mask: Tensor, length: Tensor, slots: int, dtype: torch.dtype, blocked: float = -math.inf) -> Tensor:
-    """mask bool [B, n, M] over the slots from `length` [B] on, those before them visible -> 0 and `blocked` [B, 1, n, slots]"""
+def seen_slots(mask: Tensor, length: Tensor, slots: int) -> Tensor:
+    """mask bool [B, n, M] over the slots from `length` [B] on, those before them visible -> bool [B, n, slots]"""
     relative = torch.arange(slots, device=mask.device) - length[:, None]
     inside = (relative >= 0) & (relative < mask.shape[-1])
     index = relative.clamp(0, mask.shape[-1] - 1)[:, None].expand(-1, mask.shape[1], -1)
-    seen = (mask.gather(-1, index) & inside[:, None]) | (relative < 0)[:, None]
+    return (mask.gather(-1, index) & inside[:, None]) | (relative < 0)[:, None]
+
+
+def additive(mask: Tensor, length: Tensor, slots: int, dtype: torch.dtype, blocked: float = -math.inf) -> Tensor:
+    """`seen_slots` as numbers to add to the scores: 0 and `blocked` [B, 1, n, slots]"""
+    seen = seen_slots(mask, length, slots)
     return torch.zeros(seen.shape, dtype=dtype, device=mask.device).masked_fill_(~seen, blocked)[:, None]
 
 
