@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,18 @@ class Run:
         self.judge = GreedyJudge(parts.target, parts.sampler, exact_replay=exact, tree_size=self.tree_size)
 
     def execute(self) -> None:
-        """Answer what is left. On Ctrl-C or an error, the finished answers of the block are saved before it goes on its way."""
+        """Answer what is left."""
+        for _ in self.by_block():
+            pass
+
+    def by_block(self) -> Iterator[Block]:
+        """Answer what is left, block by block, so that several runs can take turns.
+
+        On Ctrl-C or an error, the finished answers of the block are saved before it goes on its way.
+        """
         todo = range(len(self.blocks), len(self.questions))
         if todo:
+            self.reserve()  # another run may have needed the target's cache meanwhile
             self._warm_up(self.questions[todo[0]][0])
         for index in todo:
             try:
@@ -75,6 +84,7 @@ class Run:
                 append_lines(self.folder / "trace.jsonl", self.fresh)
                 self.unfinished = len(self.fresh)
                 raise
+            yield self.blocks[-1]
 
     def _warm_up(self, question: Question) -> None:
         short = replace(self.settings, max_new_tokens=WARM_UP_TOKENS)

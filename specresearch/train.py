@@ -18,7 +18,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from specresearch import cli, console, overrides
-from specresearch.build import make
+from specresearch.build import engine, make
+from specresearch.decode import Decoder, Job
 from specresearch.overrides import CONF
 from specresearch.tracking import Tracker
 from specresearch.training import data
@@ -96,6 +97,9 @@ def train(cfg: DictConfig, target: Any, where: Path, folder: Path) -> None:
                 tracker.log(numbers | held_out(t), step=t.progress.step)
 
             trainer.run(on_step)
+            if trainer.team.rank == 0:
+                bar.update(task, description="serving")
+                tracker.log(serve(trainer, cfg.drafter.name, target), step=trainer.progress.step)
     except KeyboardInterrupt:
         print(f"interrupted: go on with  python -m specresearch.train resume={folder}", file=sys.stderr)
         raise
@@ -104,6 +108,36 @@ def train(cfg: DictConfig, target: Any, where: Path, folder: Path) -> None:
     console.out.print(f"[bold]written to[/]  {folder}/head   use it with  drafter.ckpt={folder}/head")
     if place:
         console.out.print(place, markup=False)
+
+
+def serve(trainer: Trainer, name: str, target: Any) -> dict[str, float]:
+    """Draft with the head that was written: the loop must accept on held-out prompts what walking their answers predicts.
+
+    Else training and drafting differ, in positions, features or cache. Greedy answers, a chain as deep as was trained.
+    """
+    items = [i.dialogue for i in trainer.held_out() if i.dialogue.temperature == 0]
+    if not items:
+        return {}
+    where = f"drafter.{'id' if name == 'small_lm' else 'ckpt'}={overrides.quoted(str(trainer.folder / 'head'))}"
+    chosen = [f"drafter={name.removesuffix('1')}", where, "tree=chain", f"tree.depth={trainer.recipe.steps}"]
+    parts, rows = engine(*chosen, target=target).parts, min(4, len(items))
+    capacity = max(len(d.tokens) for d in items)
+    for part in (parts.target, parts.drafter):
+        part.reserve(rows, capacity, max(parts.policy.asked, parts.policy.size))
+    decoder = Decoder(parts, batch=rows, capacity=capacity, seed=0, decode=target.text, stop=[])
+    jobs = [Job(i, "held out", 0, d.tokens[: d.answer], len(d.tokens) - d.answer) for i, d in enumerate(items)]
+    turns = [e.turn for e in decoder.run(iter(jobs)) if e.done]
+    emitted = [step["emitted"] for turn in turns for step in turn.steps]
+    loop = {"held_out/loop": sum(emitted) / max(1, len(emitted))}
+    last = trainer.progress.curve[-1]
+    console.out.print(
+        f"{len(turns)} held-out answers, chain of {trainer.recipe.steps}: accepted length "
+        f"{last['held_out/walk']:.3f} predicted by their texts, {loop['held_out/loop']:.3f} measured by the loop"
+    )
+    last.update(loop)
+    trainer.checkpoint()
+    trainer.export()
+    return loop
 
 
 def held_out(trainer: Trainer) -> dict[str, float]:

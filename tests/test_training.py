@@ -1,6 +1,7 @@
 """Training: data that survives a kill and holds no evaluation prompt, losses shifted right, runs that resume bit for bit."""
 
 import copy
+import json
 import random
 from dataclasses import replace
 
@@ -486,15 +487,17 @@ def command(monkeypatch, *arguments):
 
 
 def test_the_command_makes_data_trains_and_resumes(monkeypatch, tmp_path, capfd):
-    lines = [f'{{"prompt": "question number {i * 7} about things"}}' for i in range(30)]
+    lines = [f'{{"prompt": "question number {i * 7} about things"}}' for i in range(70)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     settings = ["target=tiny", "target.layers=6", "tracker=none", "data=file", f"data.path={tmp_path}/prompts.jsonl"]
-    settings += [f"data.folder={tmp_path}/data", "data.rows=6", "data.answer_tokens=12", "drafter=medusa"]
+    settings += [f"data.folder={tmp_path}/data", "data.rows=6", "data.answer_tokens=12", "data.greedy=1", "drafter=medusa"]
     settings += ["drafter.heads=2", "drafter.draft_vocab=64", "schedule.pack_tokens=200", "schedule.epochs=1"]
     out = tmp_path / "run"
     assert command(monkeypatch, *settings, f"hydra.run.dir={out}") == 0
     assert {p.name for p in (out / "head").iterdir()} == {"config.json", "model.safetensors", "curve.md"}
     assert "| tokens seen |" in (out / "head" / "curve.md").read_text()
+    last = json.loads((out / "head" / "config.json").read_text())["training"]["curve"][-1]
+    assert last["held_out/loop"] == pytest.approx(last["held_out/walk"], rel=0.05)
     assert command(monkeypatch, f"resume={out}") == 0
     assert command(monkeypatch, *settings, "stage=check", f"hydra.run.dir={tmp_path}/check") == 0
     assert "0 dialogues share 8 words" in capfd.readouterr().out

@@ -19,6 +19,7 @@ from specresearch.kernels.mask import pack_words
 from specresearch.kernels.tree import ancestors
 from specresearch.models.attention import Takeover, TreeMask
 from specresearch.models.cache import LayerShape, SlotCache
+from specresearch.models.linear import quicken
 from specresearch.sampling import Sampler
 from specresearch.types import Step, Tap, Target, TargetOutput, Tree, UserError, Verdict
 
@@ -30,6 +31,7 @@ class HFModel(Target):
 
     def __init__(self, model: Any, tokenizer: Any, name: str):
         self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
+        quicken(model)  # a tree is a few rows
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.get_input_embeddings().weight.dtype
         self.embedded = int(model.get_input_embeddings().weight.shape[0])

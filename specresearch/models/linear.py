@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-FEW = 8  # rows; from 12 on both ways cost about the same
+FEW = 64  # rows; beyond, the gain falls below a tenth
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, but W x^T instead of x W^T where rows are few: measured with MKL on AVX2, 4 rows of float32 then take
-    6 ms instead of 13 for 36 MB of weights (1 row: 5 ms either way). The results differ in rounding only."""
+    """`nn.Linear`, but W x^T instead of x W^T where rows are few. The results differ in rounding only.
+
+    Measured with MKL on AVX2, two threads, all 90 MLP matrices of SmolLM2 in float32: 1 row takes 30 ms either way, 4 rows
+    23 ms instead of 60, 8 rows 36 instead of 60, 64 rows 179 instead of 204.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]

@@ -34,7 +34,7 @@ class Medusa:
         draft_vocab: int,
         name: str = "medusa",
     ):
-        self.target, self.decay = target, decay
+        self.target, self.decay, self.steps = target, decay, heads
         width = target.head.in_features
         size = min(draft_vocab, target.vocab_size)
         config = MedusaConfig(heads, layers, width, target.vocab_size, size, tied=True, from_target=("lm_head.weight",))
@@ -55,7 +55,7 @@ class Medusa:
 
     @torch.no_grad()
     def evaluate(self, library: Library, items: list[Item]) -> dict[str, float]:
-        tally = Tally(self.module.config.heads)
+        tally = Tally(self.steps)
         for group in grouped(items, 1500):
             pack = library.pack(group).to(self.target.device, self.target.dtype)
             tally.add(pack, group, self._guesses(pack))

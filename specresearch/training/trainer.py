@@ -24,6 +24,7 @@ class Recipe(Protocol):
     """What is learned, and from what."""
 
     module: nn.Module
+    steps: int  # tokens that it learns to guess from one feature
 
     def loss(self, pack: Pack, dice: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """-> what to minimise (the mean over its tokens), numbers to log"""
@@ -192,12 +193,16 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         if self.team.rank:
             return {}
-        items = self.library.part(held_out=True)
-        items = sorted(items, key=lambda i: (i.dialogue.temperature != 0, i.shard.name, i.begin))
-        numbers = self.recipe.evaluate(self.library, items[: self.schedule.evaluate_dialogues])
+        numbers = self.recipe.evaluate(self.library, self.held_out())
         p = self.progress
         p.curve.append({"step": p.step, "tokens": p.tokens, "seconds": round(p.seconds), **numbers})
         return numbers
+
+    def held_out(self) -> list[Item]:
+        """What is evaluated on, greedy answers first."""
+        items = self.library.part(held_out=True)
+        items = sorted(items, key=lambda i: (i.dialogue.temperature != 0, i.shard.name, i.begin))
+        return items[: self.schedule.evaluate_dialogues]
 
     # -- what stays --------------------------------------------------------------------------------------------------
 
