@@ -490,7 +490,13 @@ def test_the_command_makes_data_trains_and_resumes(monkeypatch, tmp_path, capfd)
     lines = [f'{{"prompt": "question number {i * 7} about things"}}' for i in range(70)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     settings = ["target=tiny", "target.layers=6", "tracker=none", "data=file", f"data.path={tmp_path}/prompts.jsonl"]
-    settings += [f"data.folder={tmp_path}/data", "data.rows=6", "data.answer_tokens=12", "data.greedy=1", "drafter=medusa"]
+    settings += [
+        f"data.folder={tmp_path}/data",
+        "data.rows=6",
+        "data.answer_tokens=12",
+        "data.greedy=1",
+        "drafter=medusa",
+    ]
     settings += ["drafter.heads=2", "drafter.draft_vocab=64", "schedule.pack_tokens=200", "schedule.epochs=1"]
     out = tmp_path / "run"
     assert command(monkeypatch, *settings, f"hydra.run.dir={out}") == 0

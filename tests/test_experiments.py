@@ -1,0 +1,85 @@
+"""The experiment of several drafters: they take turns, an interrupted one goes on, its tables say what was measured."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from tiny_heads import eagle_head
+
+from specresearch.models.checkpoints import save_head
+from specresearch.run import Run
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def drafters():
+    spec = importlib.util.spec_from_file_location("drafters_experiment", ROOT / "experiments" / "drafters.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    save_head(eagle_head(), tmp_path / "head")
+    return [
+        *(
+            f"out={tmp_path}/out",
+            "drafters=ngram,eagle",
+            f"eagle:drafter.ckpt={tmp_path}/head",
+            "target=tiny",
+            "target.layers=3",
+        ),
+        *("limit=4", "max_new_tokens=8"),
+    ]
+
+
+def test_drafters_take_turns_and_go_on_after_an_interruption(drafters, arguments, tmp_path, monkeypatch, capsys):
+    order, block = [], Run._block
+
+    def watched(run, index):
+        if len(order) == 7:
+            order.append(None)
+            raise KeyboardInterrupt
+        order.append((index, run.folder.name))
+        block(run, index)
+
+    monkeypatch.setattr(Run, "_block", watched)
+    with pytest.raises(SystemExit) as left:
+        drafters.main(arguments)
+    assert left.value.code == 130
+    assert f"out={tmp_path}/out" in capsys.readouterr().err
+    drafters.main(arguments)
+    done = [o for o in order if o]
+    assert [index for index, _ in done] == sorted(index for index, _ in done)
+    assert sorted(done) == sorted((i, n) for i in range(4) for n in ("none", "ngram", "eagle"))
+    assert [n for _, n in done[:6]] == ["none", "ngram", "eagle", "ngram", "eagle", "none"]
+    text = capsys.readouterr().out
+    lines = [json.loads(x) for x in (tmp_path / "out" / "ngram" / "trace.jsonl").read_text().splitlines()]
+    steps = [step["emitted"] for line in lines for step in line["steps"]]
+    row = next(x for x in text.splitlines() if x.startswith("| pooled |"))
+    assert row.split("|")[2].strip() == f"{sum(steps) / len(steps):.2f}"
+    assert "- losslessness: ngram lossless, eagle lossless" in text
+    drafters.main(arguments)  # complete: only read
+    assert capsys.readouterr().out == text
+    assert len(order) == 13
+
+
+def test_costs_are_in_steps_of_plain_decoding(drafters):
+    def block(seconds, draft, target):
+        time = {"prefill": 5.0, "draft": draft, "target": target, "verify": 0.0, "commit": 0.0, "other": 0.0}
+        return {"speculative": {"seconds": seconds, "target_passes": 10, "time": time, "tokens": 20}}
+
+    rows = drafters.costs({"none": ([], [block(6.0, 0.0, 0.9)]), "eagle": ([], [block(7.5, 0.5, 1.5)])}).splitlines()
+    assert rows[2] == "| none | 0.00 | 0.90 | 0.10 | 0% |"
+    assert rows[3] == "| eagle | 0.50 | 1.50 | 0.50 | 20% |"
+
+
+def test_mistakes_are_said_in_one_line(drafters, tmp_path, capsys):
+    for arguments, says in ((["drafters=eagel"], "eagel"), (["limitt=3"], "limitt")):
+        with pytest.raises(SystemExit) as left:
+            drafters.main([f"out={tmp_path}/out", "target=tiny", *arguments])
+        assert left.value.code == 1
+        assert says in capsys.readouterr().err.strip().splitlines()[-1]
