@@ -40,8 +40,8 @@ def tree_attention(
     scale: float | None = None,
     dense: Tensor | None = None,
 ) -> Tensor:
-    """query [B, Hq, n, d], key [B, Hkv, S, d], value [B, Hkv, S, e] (views with their last dimension contiguous), words
-    int32 [B, n, W] as `mask.pack_words` makes them, length [B] -> [B, n, Hq, e]. `scale` = 1 / sqrt(d) if None.
+    """query [B, Hq, n, d], key [B, Hkv, S, d], value [B, Hkv, S, e] (views of any strides), words int32 [B, n, W] as
+    `mask.pack_words` makes them, length [B] -> [B, n, Hq, e]. `scale` = 1 / sqrt(d) if None.
 
     `dense` [B, 1, n, S], added to the scores, is the same mask laid out once for many calls; torch takes it instead of
     `words`, Triton never looks at it.
@@ -108,6 +108,7 @@ def splits_for(programs: int, slots: int, processors: int) -> int:
 
 
 def _triton(query: Tensor, key: Tensor, value: Tensor, words: Tensor, length: Tensor, scale: float) -> Tensor:
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     batch, heads, nodes, width = query.shape
     kv_heads, slots, value_width = key.shape[1], key.shape[2], value.shape[3]
     group = heads // kv_heads

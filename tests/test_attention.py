@@ -109,6 +109,14 @@ def test_half_precision(kernels, name, dtype):
     assert error(c, compute(c)) < 1
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_strided_heads(kernels, name):
+    """A linear layer that multiplies the other way round hands over transposed memory."""
+    c = case(8, [5, 64], 3, 16)
+    strided = {name: getattr(c, name).mT.contiguous().mT}
+    assert error(c, compute(c, **strided)) < 1
+
+
 @needs_triton
 @pytest.mark.parametrize("splits", [2, 8])
 def test_a_split_prefix_is_put_together_again(triton, monkeypatch, splits):

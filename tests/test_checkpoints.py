@@ -464,6 +464,21 @@ def test_auto_finds_the_shipped_head(tmp_path, target, monkeypatch):
     assert fitted_head("eagle", target, "auto").config.taps == (0, 1, 2)
 
 
+def test_the_small_lm_finds_the_shipped_student(tmp_path, target, monkeypatch):
+    from specresearch.drafters.small_lm import SmallLM
+    from specresearch.models.distilled import save_student, student
+
+    monkeypatch.setattr(checkpoints, "__file__", str(tmp_path / "specresearch" / "models" / "checkpoints.py"))
+    own = student(target, [1])
+    with torch.no_grad():
+        own.model.layers[0].mlp.up_proj.weight.fill_(0.25)
+    save_student(own, tmp_path / "specresearch" / "checkpoints" / "tiny" / "small_lm", [1], {})
+    found = SmallLM(target).model
+    assert len(found.blocks) == 1
+    assert bool((found.blocks[0].mlp.up_proj.weight == 0.25).all())
+    assert torch.equal(found.head.weight, target.head.weight)
+
+
 @pytest.mark.parametrize(("ckpt", "config", "says"), [(None, None, "ckpt"), ("x", [1], "mapping")])
 def test_nonsense_settings(target, ckpt, config, says):
     with pytest.raises(UserError, match=says):

@@ -15,7 +15,7 @@ from specresearch.kernels.verify import PointRule
 from specresearch.models import tiny
 from specresearch.overrides import quoted
 
-BASE = ["target=tiny", "tracker=none", "max_new_tokens=12"]
+BASE = ["target=tiny", "drafter=ngram", "tracker=none", "max_new_tokens=12"]
 KINDS = ["conversation", "translation", "summarization", "qa", "math", "rag", "code_edit"]
 
 

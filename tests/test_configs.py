@@ -35,7 +35,7 @@ ABROAD = {("target", "hf"), ("target", "smollm2"), ("prompts", "hf")}  # need a 
 
 def configuration(*overrides: str):
     with initialize_config_dir(CONF, version_base="1.3"):
-        return compose("config", ["target=tiny", "tracker=none", *overrides])
+        return compose("config", ["target=tiny", "drafter=ngram", "tracker=none", *overrides])
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,7 @@ def test_engines_in_one_process_and_streams_side_by_side():
 @pytest.mark.parametrize("prompt", ["", " ", None, 3, [], ["a"], [{"rol": "user"}], [{"role": "user", "content": 3}]])
 def test_python_call_refuses_what_is_no_prompt(prompt):
     with pytest.raises(UserError):
-        engine("target=tiny").generate(prompt)
+        engine("target=tiny", "drafter=ngram").generate(prompt)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_python_call_refuses_what_is_no_prompt(prompt):
 )
 def test_python_call_refuses_what_the_command_line_refuses(override):
     with pytest.raises(UserError) as error:
-        engine("target=tiny", override)
+        engine("target=tiny", "drafter=ngram", override)
     assert len(str(error.value).splitlines()) == 1
 
 
