@@ -5,12 +5,14 @@ Exit status: 0, 1 for an error, 2 where a check found a violation, 130 after Ctr
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -34,22 +36,34 @@ os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions reach us, who put them in
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def guarded(command: str) -> Callable[[Callable[[DictConfig], Any]], Callable[[DictConfig], Any]]:
+    """A job whose mistakes are said in one line and noted in `statuses`: other jobs of a sweep survive its failure."""
+
+    def wrap(job: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
+        @functools.wraps(job)
+        def inner(cfg: DictConfig) -> Any:
+            try:
+                return job(cfg)
+            except (UserError, OmegaConfBaseException, OSError) as error:
+                statuses.add(report(error, command))
+
+        return inner
+
+    return wrap
+
+
 @hydra.main(config_path=CONF, config_name="config", version_base="1.3")
+@guarded("config")
 def job(cfg: DictConfig) -> float | None:
-    """One run: decode, check, save. Returns the objective for sweepers, if one is named. Other jobs survive its failure."""
+    """One run: decode, check, save. Returns the objective for sweepers, if one is named."""
     folder = Path(HydraConfig.get().runtime.output_dir)
-    try:
-        resumed = cfg.resume is not None
-        cfg = overrides.frozen(cfg, folder)
-        summary, interrupted = decode(cfg, folder, resumed)
-        value = summary[cfg.objective] if cfg.objective else None
-    except (UserError, OmegaConfBaseException, OSError) as error:
-        statuses.add(report(error))
-        return None
+    resumed = cfg.resume is not None
+    cfg = overrides.frozen(cfg, folder)
+    summary, interrupted = decode(cfg, folder, resumed)
     if interrupted:
         raise KeyboardInterrupt
     statuses.add(VIOLATION if summary["lossless"]["verdict"] == "violation" else OK)
-    return value
+    return summary[cfg.objective] if cfg.objective else None
 
 
 def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any], bool]:
@@ -92,27 +106,27 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any]
         if streaming:
             bar.stop()
             console.out.print("[green]drafted and accepted[/], [yellow]the target's own (bonus)[/]\n")
-        run = Run(parts, questions, settings, folder, resumed, on_turn, on_tokens if streaming else None)
-        bar.update(task, completed=len(run.lines))
+        measured = Run(parts, questions, settings, folder, resumed, on_turn, on_tokens if streaming else None)
+        bar.update(task, completed=len(measured.lines))
         try:
             with profiler(settings.profile, folder):
-                run.execute()
+                measured.execute()
         except KeyboardInterrupt:
             interrupted = True
         except Exception:
             tracker.finish({})
             raise
-    summary = run.summary() | {"peak_memory_bytes": peak_memory(parts.target.device), "config": config}
+    summary = measured.summary() | {"peak_memory_bytes": peak_memory(parts.target.device), "config": config}
     summary |= {"provenance": provenance(parts.target), "interrupted": interrupted}
-    for block in run.blocks:
+    for block in measured.blocks:
         for reason in block["speculative"]["skipped"]:
             print(f"warning: skipped: {reason}", file=sys.stderr)
     save(folder / "summary.json", summary)
     console.show(summary, folder, tracker.finish(summary))
     if interrupted:
         left = (
-            f"{run.unfinished} answers of a broken-off block, in the trace only, will be redone; "
-            if run.unfinished
+            f"{measured.unfinished} answers of a broken-off block, in the trace only, will be redone; "
+            if measured.unfinished
             else ""
         )
         print(f"interrupted: {left}go on with  python -m specresearch resume={folder}", file=sys.stderr)
@@ -152,16 +166,23 @@ class profiler:
 
 def main() -> None:
     """Entry point of `python -m specresearch` and of the console script."""
+    run(job)
+
+
+def run(job: Callable[[], Any], command: str = "config") -> NoReturn:
+    """Do a command's job and leave with its exit status. A group is named by where it stands in the configuration."""
     statuses.clear()
+    moved = {place: f"{folder}@{place}" for place, folder in overrides.groups(command).items() if place != folder}
     try:
-        sys.argv[1:] = overrides.prepare(sys.argv[1:])
+        given = (argument.partition("=") for argument in overrides.prepare(sys.argv[1:], command))
+        sys.argv[1:] = [f"{moved.get(key, key)}{equals}{value}" for key, equals, value in given]
         job()
     except KeyboardInterrupt:
         statuses.add(INTERRUPTED)
     except SystemExit as exit:  # argparse's own errors leave with 2, which means a violation here
         statuses.add(ERROR if exit.code else OK)
     except Exception as error:
-        statuses.add(report(error))
+        statuses.add(report(error, command))
     sys.exit(next((s for s in (INTERRUPTED, ERROR, VIOLATION) if s in statuses), OK))
 
 

@@ -16,7 +16,7 @@ import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from specresearch import cli, overrides
+from specresearch import cli
 from specresearch.build import make
 from specresearch.models.checkpoints import Head, borrow, load_head, report, stored_dtype, write
 from specresearch.models.eagle import EagleConfig
@@ -30,6 +30,7 @@ FORMATS = ("sglang", "vllm")
 
 
 @hydra.main(config_path=CONF, config_name="export", version_base="1.3")
+@cli.guarded("export")
 def job(cfg: DictConfig) -> None:
     for line in export(cfg):
         print(line)
@@ -108,15 +109,7 @@ def vllm_line(head: Head, target: str, folder: Path, policy: TreePolicy) -> str:
 
 def main() -> None:
     """Entry point of `python -m specresearch.export`."""
-    try:
-        sys.argv[1:] = overrides.prepare(sys.argv[1:])
-        job()
-    except KeyboardInterrupt:
-        sys.exit(cli.INTERRUPTED)
-    except SystemExit as exit:
-        sys.exit(cli.ERROR if exit.code else cli.OK)
-    except Exception as error:
-        sys.exit(cli.report(error, "export"))
+    cli.run(job, "export")
 
 
 if __name__ == "__main__":

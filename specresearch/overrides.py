@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from specresearch.types import UserError
 CONF = str(Path(__file__).resolve().parent / "conf")
 
 
-def prepare(arguments: list[str]) -> list[str]:
+def prepare(arguments: list[str], command: str = "config") -> list[str]:
     """Quote what is free text; with `resume=DIR`, put the run's own overrides in front and write into its folder."""
     flags = [a for a in arguments if a.startswith("-")]  # argparse wants them before the overrides
     if not any("=" not in a for a in arguments if not a.startswith("-")):  # ... unless one of them takes a value
@@ -26,7 +26,7 @@ def prepare(arguments: list[str]) -> list[str]:
     resumes = [a.partition("=")[2] for a in arguments if a.startswith("resume=")]
     if resumes and resumes[-1] not in ("", "null"):
         return _resumed(Path(resumes[-1]), [a for a in arguments if not a.startswith("resume=")])
-    options = known()[1]
+    options = known(command)[1]
     return [_adapted(argument, options) for argument in arguments]
 
 
@@ -77,16 +77,35 @@ def frozen(cfg: DictConfig, folder: Path) -> DictConfig:
     return OmegaConf.create(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
+def groups(command: str = "config") -> dict[str, str]:
+    """Where each group of a command's defaults stands in its configuration, and its folder in conf/: {"tree": "tree", ...}"""
+    found = {}
+    for entry in OmegaConf.load(Path(CONF) / f"{command}.yaml").defaults:
+        key = next(iter(entry)) if isinstance(entry, DictConfig) else ""
+        folder, _, place = str(key).partition("@")
+        if (Path(CONF) / folder).is_dir() and folder:
+            found[place or folder] = folder
+    return found
+
+
 def known(command: str = "config") -> tuple[list[str], dict[str, list[str]]]:
-    """All keys of a command (the name of its yaml) and of all groups in conf/, and the options of each group."""
-    root, keys = Path(CONF), set(OmegaConf.load(Path(CONF) / f"{command}.yaml")) - {"defaults"}
-    options: dict[str, list[str]] = {}
-    for path in sorted(root.glob("*/*.yaml")):
-        group = path.parent.name
-        options.setdefault(group, []).append(path.stem)
-        content: Any = OmegaConf.load(path)
-        keys |= {f"{group}.{key}" for key in content if key != "_target_"} | {group}
-    return sorted(map(str, keys)), options
+    """All keys of a command (the name of its yaml) and of its groups, and the options of each group."""
+    root = OmegaConf.load(Path(CONF) / f"{command}.yaml")
+    keys, options = set(_flat(root)) - {"defaults"}, {}
+    for place, folder in groups(command).items():
+        paths = sorted((Path(CONF) / folder).glob("*.yaml"))
+        options[place] = [path.stem for path in paths]
+        keys |= {f"{place}.{key}" for path in paths for key in _flat(OmegaConf.load(path)) if key != "_target_"} | {
+            place
+        }
+    return sorted(keys), options
+
+
+def _flat(node: Any, prefix: str = "") -> Iterator[str]:
+    for key in map(str, node):
+        yield f"{prefix}{key}"
+        if isinstance(OmegaConf.select(node, key, throw_on_missing=False), DictConfig) and key != "hydra":
+            yield from _flat(node[key], f"{prefix}{key}.")
 
 
 def near(word: str, choice: Sequence[str]) -> str:
@@ -106,7 +125,8 @@ def explain(error: Exception, command: str = "config") -> str:
     while cause is not None:
         text, cause = text + "\n" + str(cause), cause.__cause__
     if found := re.search(r"Could not find '([\w./@-]+)/([^/']+)'", text):
-        return f"{found[1]}={found[2]} does not exist: {near(found[2], options.get(found[1], []))}"
+        group = {folder: place for place, folder in groups(command).items()}.get(found[1], found[1])
+        return f"{group}={found[2]} does not exist: {near(found[2], options.get(group, []))}"
     if "Missing mandatory value" in text and (found := re.search(r"full_key: (\S+)", text)):
         return f"{found[1]} must be given: {found[1]}=..."
     if found := re.search(r"Error merging override (\S+)", text):

@@ -28,18 +28,18 @@ from specresearch.training.packs import Library
 from specresearch.training.trainer import Schedule, Team, Trainer
 from specresearch.types import UserError
 
-GROUPS = {"drafter": "training/recipe@drafter", "data": "training/data@data"}
 STAGES = ("all", "data", "features", "check")
 
 
 @hydra.main(config_path=CONF, config_name="train", version_base="1.3")
+@cli.guarded("train")
 def job(cfg: DictConfig) -> None:
     if cfg.stage not in STAGES:
         raise UserError(f"stage={cfg.stage} is unknown: use {', '.join(STAGES)}")
     folder = Path(HydraConfig.get().runtime.output_dir)
     cfg = overrides.frozen(cfg, folder)
     target = make(cfg, "target")
-    wanted: Any = OmegaConf.to_container(cfg.data, resolve=True)
+    wanted: Any = OmegaConf.to_container(cfg.data, resolve=True, throw_on_missing=True)
     if cfg.stage == "check":
         checked(data.check(target, data.folder_of(target, wanted["folder"])))
         return
@@ -152,20 +152,7 @@ def held_out(trainer: Trainer) -> dict[str, float]:
 
 def main() -> None:
     """Entry point of `python -m specresearch.train`."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        given = overrides.prepare(sys.argv[1:])
-        sys.argv[1:] = [
-            f"{GROUPS.get(key, key)}{sign}{value}" for key, sign, value in (a.partition("=") for a in given)
-        ]
-        job()
-    except KeyboardInterrupt:
-        sys.exit(cli.INTERRUPTED)
-    except SystemExit as exit:
-        sys.exit(cli.ERROR if exit.code else cli.OK)
-    except Exception as error:
-        sys.exit(cli.report(error))
-    sys.exit(cli.OK)
+    cli.run(job, "train")
 
 
 if __name__ == "__main__":
