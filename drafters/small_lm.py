@@ -36,6 +36,7 @@ class SmallLM(Drafter):
         else:
             self.model = _other(target, id or _shipped(target.name), revision, dtype)
         self.vocab_size = target.vocab_size
+        self.vocabulary = getattr(self.model.model, "vocabulary", None)  # a distilled one knows some tokens alone
 
     def reserve(self, batch: int, capacity: int, slots: int) -> None:
         self.model.reserve(batch, capacity, slots)
@@ -48,6 +49,8 @@ class SmallLM(Drafter):
 
     def expand(self, frontier: Frontier) -> Tensor:
         logits = self._root(frontier.step) if frontier.start == 0 else self._nodes(frontier)
+        if self.vocabulary is not None:
+            return self.vocabulary.spread(logits, self.vocab_size)
         # Padded embedding rows on either side: cut what the target lacks, forbid what this model lacks.
         missing = self.vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits

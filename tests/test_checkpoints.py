@@ -469,14 +469,16 @@ def test_the_small_lm_finds_the_shipped_student(tmp_path, target, monkeypatch):
     from specresearch.models.distilled import save_student, student
 
     monkeypatch.setattr(checkpoints, "__file__", str(tmp_path / "specresearch" / "models" / "checkpoints.py"))
-    own = student(target, [1])
+    kept = torch.tensor([0, 5, 256])
+    own = student(target, [1], kept)
     with torch.no_grad():
         own.model.layers[0].mlp.up_proj.weight.fill_(0.25)
     save_student(own, tmp_path / "specresearch" / "checkpoints" / "tiny" / "small_lm", [1], {})
     found = SmallLM(target).model
     assert len(found.blocks) == 1
     assert bool((found.blocks[0].mlp.up_proj.weight == 0.25).all())
-    assert torch.equal(found.head.weight, target.head.weight)
+    assert torch.equal(found.head.weight, target.head.weight[kept])
+    assert torch.equal(found.model.vocabulary.kept, kept)
 
 
 @pytest.mark.parametrize(("ckpt", "config", "says"), [(None, None, "ckpt"), ("x", [1], "mapping")])

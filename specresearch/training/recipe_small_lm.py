@@ -1,13 +1,11 @@
-"""A small LM by distillation: a few of the target's own layers learn its law; embedding and head stay the target's.
+"""A small LM by distillation: some of the target's own layers learn its law; its embedding and vocabulary matrix stay.
 
-With 3 layers of SmolLM2 the vocabulary matrix (49152 x 576) would cost nearly three times as much as the layers, for teacher
-and student. So the law is compared on the `vocabulary` most frequent tokens and `sampled` random others, which stand for
-all the rest (their logits raised by the log of how many each stands for): the normaliser stays right in expectation.
+The law is compared, and later drafted, on the most frequent tokens alone: with 3 layers of SmolLM2 the whole vocabulary
+matrix (49152 x 576) would cost nearly three times as much as the layers.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torch import Tensor
 from specresearch.kernels.sampling import raise_half
 from specresearch.models.distilled import save_student, student
 from specresearch.models.hf import HFModel
+from specresearch.training.eagle3 import Teacher
 from specresearch.training.held_out import Guess, Tally
 from specresearch.training.packs import Item, Library, Pack, grouped
 from specresearch.training.start import draft_tokens
@@ -33,17 +32,14 @@ class SmallLM:
         library: Library,
         *,
         layers: Sequence[int],
-        vocabulary: int,
-        sampled: int,
+        draft_vocab: int,
         steps: int,
         name: str = "small_lm",
     ):
         self.target, self.layers, self.steps = target, list(layers), steps
-        self.module = student(target, self.layers)
+        kept = draft_tokens(target, library, min(draft_vocab, target.vocab_size))
+        self.module = student(target, self.layers, kept)
         self.normed = library.columns(("norm",), target.head.in_features)
-        size = min(vocabulary, target.vocab_size)
-        self.module.register_buffer("frequent", draft_tokens(target, library, size).to(target.device))
-        self.sampled = min(sampled, target.vocab_size - size)
 
     def hidden(self, pack: Pack) -> Tensor:
         """The student's output before the vocabulary matrix -> [T, H]"""
@@ -57,26 +53,12 @@ class SmallLM:
         return output.last_hidden_state[0]
 
     def loss(self, pack: Pack, dice: torch.Generator) -> tuple[Tensor, dict[str, float]]:
-        places = (pack.chosen.roll(-1) & (pack.left >= 1)).nonzero()[:, 0]
-        ids, bias = self._columns(dice)
-        matrix = self.target.head.weight.detach()[ids]
-        with torch.no_grad():
-            p = raise_half(pack.features[places][:, self.normed] @ matrix.t() + bias).softmax(-1)
-            entropy = -(p * p.clamp(min=1e-30).log()).sum(-1).mean()
-        loss = F.cross_entropy(raise_half(self.hidden(pack)[places] @ matrix.t() + bias), p)
+        vocabulary, matrix = self.module.vocabulary, self.module.get_output_embeddings().weight
+        teacher = Teacher.of(pack, pack.features[:, self.normed], matrix, vocabulary.t2d)
+        places, p = (teacher.row >= 0).nonzero()[:, 0], teacher.p
+        loss = F.cross_entropy(raise_half(self.hidden(pack)[places] @ matrix.t()), p)
+        entropy = -torch.special.xlogy(p, p).sum(-1).mean()
         return loss, {"train/kl": float(loss.detach() - entropy)}
-
-    def _columns(self, dice: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Token ids to compare on [C], and what is added to their logits."""
-        frequent: Tensor = self.module.frequent
-        size = self.target.vocab_size
-        weight = torch.ones(size, device=frequent.device).index_fill_(0, frequent, 0.0)
-        if not self.sampled:
-            return frequent, weight.new_zeros(len(frequent))
-        others = torch.multinomial(weight, self.sampled, generator=dice)
-        raised = math.log((size - len(frequent)) / self.sampled)
-        bias = torch.cat([weight.new_zeros(len(frequent)), weight.new_full((self.sampled,), raised)])
-        return torch.cat([frequent, others]), bias.to(self.target.dtype)
 
     @torch.no_grad()
     def evaluate(self, library: Library, items: list[Item]) -> dict[str, float]:
@@ -89,14 +71,11 @@ class SmallLM:
     def _guesses(self, pack: Pack) -> Iterator[Guess]:
         """What it guesses at place j stands for every step: as the root's child, its child, and so on."""
         places = ((pack.left >= 1) & pack.greedy.roll(-1)).nonzero()[:, 0]
-        best = (self.hidden(pack)[places] @ self.target.head.weight.detach().t()).topk(4, -1).indices
+        logits = self.hidden(pack)[places] @ self.module.get_output_embeddings().weight.t()
+        best = self.module.vocabulary.kept[logits.topk(4, -1).indices]
         for step in range(self.steps):
             inside = pack.position[places] >= 1 + step
             yield step, places[inside] - 1 - step, best[inside]
 
     def save(self, folder: Path, training: dict[str, Any]) -> None:
-        frequent = self.module._buffers.pop("frequent")
-        try:
-            save_student(self.module, folder, self.layers, training)
-        finally:
-            self.module.register_buffer("frequent", frequent)
+        save_student(self.module, folder, self.layers, training)
