@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,22 +90,24 @@ def groups(command: str = "config") -> dict[str, str]:
 
 def known(command: str = "config") -> tuple[list[str], dict[str, list[str]]]:
     """All keys of a command (the name of its yaml) and of its groups, and the options of each group."""
-    root = OmegaConf.load(Path(CONF) / f"{command}.yaml")
-    keys, options = set(_flat(root)) - {"defaults"}, {}
+    keys, options = set(_keys(Path(CONF) / f"{command}.yaml")) - {"defaults"}, {}
     for place, folder in groups(command).items():
         paths = sorted((Path(CONF) / folder).glob("*.yaml"))
         options[place] = [path.stem for path in paths]
-        keys |= {f"{place}.{key}" for path in paths for key in _flat(OmegaConf.load(path)) if key != "_target_"} | {
-            place
-        }
+        keys |= {f"{place}.{key}" for path in paths for key in _keys(path) if key != "_target_"} | {place}
     return sorted(keys), options
 
 
-def _flat(node: Any, prefix: str = "") -> Iterator[str]:
-    for key in map(str, node):
-        yield f"{prefix}{key}"
-        if isinstance(OmegaConf.select(node, key, throw_on_missing=False), DictConfig) and key != "hydra":
-            yield from _flat(node[key], f"{prefix}{key}.")
+def _keys(path: Path) -> Iterator[str]:
+    """All keys of a file, `schedule.lr` as well as `schedule`; Hydra's own are left to it."""
+
+    def flat(node: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        for key, value in node.items():
+            yield f"{prefix}{key}"
+            if isinstance(value, dict) and key != "hydra":
+                yield from flat(value, f"{prefix}{key}.")
+
+    return flat(yaml.safe_load(path.read_text(encoding="utf-8")), "")
 
 
 def near(word: str, choice: Sequence[str]) -> str:
