@@ -341,7 +341,9 @@ def test_early_exit_is_the_shallow_model(name):
         shallow.load_state_dict(target.model.state_dict(), strict=False)
         with torch.no_grad():
             wanted = shallow.eval()(input_ids=ids).logits
-        assert (plain(target.first_layers(count), ids) - wanted).abs().max() < 1e-10
+        found = plain(target.first_layers(count), ids)
+        # These two norm each head in float32, where memory of another order is summed in another order.
+        assert (found - wanted).abs().max() < (1e-5 if name in ("qwen3", "gemma3") else 1e-10)
 
 
 @torch.no_grad()

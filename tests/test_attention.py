@@ -263,9 +263,9 @@ def test_models_give_the_same_logits_on_triton(monkeypatch):
 def test_a_model_is_as_it_was_between_passes():
     model = llama()
     ids = torch.arange(12, device=DEVICE)[None]
+    adapter = adapt(model)
     with torch.no_grad():
         before = model(ids).logits
-    adapter = adapt(model)
     assert adapter.ours and model.config._attn_implementation == "sdpa"
     passes(adapter)
     assert model.config._attn_implementation == "sdpa"

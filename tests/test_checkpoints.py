@@ -411,11 +411,14 @@ def test_a_missing_shard(tmp_path):
         load_head(str(tmp_path), layers=4)
 
 
-def test_a_vocabulary_matrix_with_a_bias_is_refused(tmp_path, target, monkeypatch):
+def test_a_vocabulary_matrix_with_a_bias_is_refused(tmp_path, target):
     save_head(eagle_head(version=1), tmp_path)
-    monkeypatch.setattr(target.head, "bias", nn.Parameter(torch.zeros(257)))
-    with pytest.raises(UserError, match="bias"):
-        fitted_head("eagle", target, str(tmp_path))
+    target.head.bias = nn.Parameter(torch.zeros(257))
+    try:
+        with pytest.raises(UserError, match="bias"):
+            fitted_head("eagle", target, str(tmp_path))
+    finally:
+        target.head.bias = None
 
 
 def test_other_targets_than_hugging_faces_are_refused():
