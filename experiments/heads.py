@@ -2,8 +2,8 @@
 
     python experiments/heads.py [minutes=120] [tokens=150000] [heads=eagle,small_lm,medusa] [out=FOLDER] [target=... overrides]
 
-These are the commands that made `checkpoints/smollm2`. An interrupted run goes on in the same `out`; each finished head
-lies in `out/<name>/head`, to be used with `drafter.ckpt=` (`drafter.id=` for the small LM). On a GPU, ten minutes do.
+`checkpoints/smollm2/README.md` says which commands made the heads that are shipped. An interrupted run goes on in the same
+`out`; each finished head lies in `out/<name>/head`, to be used with `drafter.ckpt=` (`drafter.id=` for the small LM).
 """
 
 from __future__ import annotations

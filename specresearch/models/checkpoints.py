@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specresearch.models.eagle import EagleConfig, EagleHead
 from specresearch.models.formats import describe, to_json
-from specresearch.models.formats.common import Described, Tensors
+from specresearch.models.formats.common import Described, Tensors, misfits
 from specresearch.models.hf import HFModel, one_line
 from specresearch.models.loading import resolve_dtype
 from specresearch.models.medusa import MedusaHeads
@@ -50,13 +50,7 @@ def assemble(described: Described) -> Head:
         head: Head = EagleHead(config) if isinstance(config, EagleConfig) else MedusaHeads(config)
     wanted = {k: v.shape for k, v in head.state_dict().items() if k not in config.from_target}
     member = given.pop("t2d", None)
-    faults = [f"missing {name} {list(wanted[name])}" for name in sorted(wanted.keys() - given.keys())]
-    faults += [f"unexpected {name} {list(given[name].shape)}" for name in sorted(given.keys() - wanted.keys())]
-    faults += [
-        f"{name} is {list(given[name].shape)} instead of {list(wanted[name])}"
-        for name in sorted(wanted.keys() & given.keys())
-        if given[name].shape != wanted[name]
-    ]
+    faults = misfits(given, wanted)
     if faults:
         raise UserError(f"its tensors do not fit its config ({described.format}): {'; '.join(faults)}")
     head.load_state_dict(given, strict=False, assign=True)

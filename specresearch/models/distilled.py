@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from specresearch.models.formats.common import misfits
 from specresearch.models.hf import HFModel, one_line
 from specresearch.models.vocabulary import DraftVocabulary
 from specresearch.types import UserError
@@ -61,13 +62,7 @@ def _source(name: str, layers: Sequence[int]) -> str:
 
 def _filled(model: Any, tensors: Mapping[str, Tensor], target: HFModel) -> Any:
     wanted = {n: t.shape for n, t in model.state_dict().items() if n not in SHARED}
-    faults = [f"missing {n}" for n in sorted(wanted.keys() - tensors.keys())]
-    faults += [f"unexpected {n}" for n in sorted(tensors.keys() - wanted.keys())]
-    faults += [
-        f"{n} is {list(tensors[n].shape)} instead of {list(wanted[n])}"
-        for n in sorted(wanted.keys() & tensors.keys())
-        if tensors[n].shape != wanted[n]
-    ]
+    faults = misfits(tensors, wanted)
     if faults:
         raise UserError(f"the tensors of the small LM do not fit its config: {'; '.join(faults)}")
     model.load_state_dict(dict(tensors), strict=False, assign=True)

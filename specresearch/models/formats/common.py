@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specresearch.models.eagle import EagleConfig
@@ -40,3 +41,14 @@ def inside(name: str) -> str:
     if name == "d2t":
         return "vocabulary.d2t"
     return re.sub(r"^layers\.0\.", "midlayer.", name)
+
+
+def misfits(given: Mapping[str, Tensor], wanted: Mapping[str, torch.Size]) -> list[str]:
+    """What is missing, unexpected or misshapen among the `given` tensors, in words."""
+    faults = [f"missing {name} {list(wanted[name])}" for name in sorted(wanted.keys() - given.keys())]
+    faults += [f"unexpected {name} {list(given[name].shape)}" for name in sorted(given.keys() - wanted.keys())]
+    return faults + [
+        f"{name} is {list(given[name].shape)} instead of {list(wanted[name])}"
+        for name in sorted(wanted.keys() & given.keys())
+        if given[name].shape != wanted[name]
+    ]
