@@ -36,6 +36,7 @@ def progress() -> Progress:
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
+        disable=out.quiet,
     )
 
 

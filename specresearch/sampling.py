@@ -91,10 +91,11 @@ class Sampler:
         """Raw draft logits [B, W, V] -> growth score (fp32 log-softmax after the processors alone) and the warped q."""
         step = frontier.step
         logits = self.process(logits, step.tokens, step.length + 1, frontier.path)
-        silent = (logits == -torch.inf).all(-1, keepdim=True)
-        score = logits.float().log_softmax(-1).masked_fill(silent, -torch.inf)
-        q = None if temperature is None else self.warp(logits, temperature).masked_fill(silent, 0.0)
-        return score.nan_to_num(-torch.inf, posinf=-torch.inf, neginf=-torch.inf), q
+        score = logits.float().log_softmax(-1).nan_to_num_(-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+        if temperature is None:
+            return score, None
+        silent = (logits == -torch.inf).all(-1, keepdim=True)  # of such a row the softmax is NaN
+        return score, self.warp(logits, temperature).masked_fill(silent, 0.0)
 
     def probs(self, logits: Tensor, step: Step, tree: Tree) -> TreeProbs:
         return TreeProbs(self, logits, step, tree)

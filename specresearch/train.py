@@ -64,7 +64,9 @@ def together(device: torch.device) -> Team:
     if "TORCHELASTIC_RUN_ID" in os.environ and not torch.distributed.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         torch.distributed.init_process_group(backend, timeout=timedelta(days=1))  # one makes the data, the others wait
-    return Team()
+    team = Team()
+    console.out.quiet = team.rank > 0
+    return team
 
 
 def checked(found: dict[str, Any]) -> None:
@@ -96,7 +98,7 @@ def train(cfg: DictConfig, target: Any, where: Path, folder: Path) -> None:
                 bar.update(task, total=t.total, completed=t.progress.step, note=note)
                 tracker.log(numbers | held_out(t), step=t.progress.step)
 
-            trainer.run(on_step)
+            trainer.run(on_step if trainer.team.rank == 0 else None)
             if trainer.team.rank == 0:
                 bar.update(task, description="serving")
                 tracker.log(serve(trainer, cfg.drafter.name, target), step=trainer.progress.step)

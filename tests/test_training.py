@@ -3,6 +3,8 @@
 import copy
 import json
 import random
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -558,3 +560,25 @@ def test_the_closed_form_start_is_the_regression_it_names(deep, library, monkeyp
     near = torch.nn.functional.cosine_similarity(predicted.flatten(), named.flatten(), dim=0)
     far = torch.nn.functional.cosine_similarity(predicted.flatten(), named.roll(1, 0).flatten(), dim=0)
     assert near > 0.6 and near > far + 0.2
+
+
+def test_two_processes_train_one_head(tmp_path):
+    """By torchrun, from the command line: the first makes the data and writes, the other is silent; packs may not divide."""
+    lines = [f'{{"prompt": "question number {i * 7} about things"}}' for i in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    settings = ["target=tiny", "target.layers=6", "tracker=none", "data=file", f"data.path={tmp_path}/prompts.jsonl"]
+    settings += [
+        f"data.folder={tmp_path}/data",
+        "data.rows=6",
+        "data.answer_tokens=12",
+        "data.greedy=1",
+        "drafter=eagle",
+    ]
+    settings += ["schedule.pack_tokens=400", "schedule.epochs=3", f"hydra.run.dir={tmp_path}/run"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "specresearch.train"]
+    done = subprocess.run([*launch, *settings], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("written to") == 1
+    training = json.loads((tmp_path / "run" / "head" / "config.json").read_text())["training"]
+    packs = training["tokens"] / training["steps"] / 400
+    assert training["steps"] % 3 == 0 and packs > 1.2  # a step took two packs

@@ -51,7 +51,7 @@ class DraftVocabulary(nn.Module):
         if not self.reduced:
             full[..., : logits.shape[-1]] = logits
             return full
-        return full.index_copy_(-1, self.kept, logits)
+        return full.scatter_(-1, self.kept.expand_as(logits), logits)
 
 
 def take_from_target(head: nn.Module, names: tuple[str, ...], embedding: Tensor, output: Tensor) -> None:
