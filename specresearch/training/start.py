@@ -90,7 +90,11 @@ def from_target_layers(head: EagleHead, target: HFModel, kept: Tensor, scale: Te
 
 @torch.no_grad()
 def from_head(head: EagleHead, folder: str, target: HFModel) -> None:
-    """Go on from a trained head of the same shape. Rows that its draft vocabulary lacks stay the target's."""
+    """Go on from a trained head of the same shape, with its draft vocabulary if that is as large.
+
+    Rows that a smaller one lacks are the target's, moved as training moved the others on average: a softmax does not see a
+    shift that all share, and would see one that some lack.
+    """
     old, _ = load_head(folder, layers=len(target.blocks))
     ours, theirs = head.config, old.config
     if replace(ours, draft_vocab_size=1) != (
@@ -99,11 +103,15 @@ def from_head(head: EagleHead, folder: str, target: HFModel) -> None:
         raise UserError(f"drafter.start={folder} holds a head of another shape than the one to be trained")
     tensors = {n: t for n, t in old.state_dict().items() if n not in (*SHARED, "vocabulary.d2t")}
     head.load_state_dict(tensors, strict=False)
+    if theirs.draft_vocab_size == ours.draft_vocab_size:
+        head.vocabulary.keep(old.vocabulary.kept.to(head.vocabulary.kept))
     place = torch.full((target.vocab_size,), -1)
     place[old.vocabulary.kept] = torch.arange(theirs.draft_vocab_size)
     rows = place[head.vocabulary.kept.cpu()]
     trained = old.state_dict()["lm_head.weight"][rows.clamp(min=0)].to(head.lm_head.weight)
-    head.lm_head.weight.copy_(torch.where((rows >= 0)[:, None].to(trained.device), trained, head.lm_head.weight))
+    had = (rows >= 0).to(trained.device)
+    moved = head.lm_head.weight + (trained - head.lm_head.weight)[had].mean(0)
+    head.lm_head.weight.copy_(torch.where(had[:, None], trained, moved))
 
 
 def _repeated(weight: Tensor, rows: int, width: int) -> Tensor:
