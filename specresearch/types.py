@@ -229,6 +229,10 @@ class Target:
     def forward(self, step: Step, tree: Tree, taps: Sequence[Tap]) -> TargetOutput:
         raise NotImplementedError
 
+    def plain(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Logits [R, K, V] after the tokens at `places` [K] of `tokens` [R, T], by an independent path, for the checks."""
+        raise NotImplementedError
+
     def reference(self, tokens: list[int], positions: list[int], one_by_one: bool = False) -> Tensor:
         """Logits after the tokens at `positions` by an independent path, for the checks -> [len(positions), V]"""
         raise NotImplementedError

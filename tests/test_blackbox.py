@@ -157,11 +157,14 @@ def test_resolution_is_reached():
     small = eprocess.resolution(variance, n, len(NAMES), 1e-3, 0.9)
     assert BlackBox().report().resolution is None
     assert judged(p, n, 3, p, q).report().resolution == pytest.approx(small, rel=0.1)
-    law = torch.where(above, p / mass * (mass + small), p / (1 - mass) * (1 - mass - small))
-    wealth, _ = replicates(law, p, q, count=200, n=n)
+
+    def shifted(bias):  # more where there is more room; `bias` on average
+        more = mass + bias * mass * (1 - mass) / variance
+        return torch.where(above, p / mass * more, p / (1 - mass) * (1 - more))
+
+    wealth, _ = replicates(shifted(small), p, q, count=200, n=n)
     assert 0.85 <= (wealth.amax(1) >= math.log(1000)).double().mean() <= 1
-    weak = torch.where(above, p / mass * (mass + small / 3), p / (1 - mass) * (1 - mass - small / 3))
-    wealth, _ = replicates(weak, p, q, count=100, n=n)
+    wealth, _ = replicates(shifted(small / 3), p, q, count=100, n=n)
     assert (wealth.amax(1) >= math.log(1000)).double().mean() < 0.3
 
 
@@ -176,9 +179,9 @@ def test_plan_grows_as_the_inverse_square():
 
 def test_tolerance_covers_every_law_within_it():
     p, q = pool()
-    near = chain_law(p, q, (p / q).pow(0.97), residual(p, q))
+    near = chain_law(p, q, (p / q).pow(0.9), residual(p, q))
     tv = float((near - p).abs().sum(-1).max() / 2)
-    assert 0.002 < tv < 0.02
+    assert 0.005 < tv < 0.08
     wealth, _ = replicates(near, p, q, count=100, n=1000, tolerance=tv)
     assert (wealth.amax(1) >= math.log(100)).sum() <= 2
     assert judged(faults(p, q)["sqrt"], 2000, 1, p, q, tolerance=0.01).verdict == "violation"

@@ -9,7 +9,7 @@ Legend: n places, V vocabulary, S scores.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from specresearch.types import UserError
 
 NAMES = ("surprisal", "ratio", "argmax", "above", "rank")
+ROWS = 32  # scored at once, so that their rows [ROWS, V] stay in a processor's cache
 CLIP = 4.0  # nats; a bounded score can be bet on
 
 
@@ -46,15 +47,23 @@ def score(p: Tensor, q: Tensor, tokens: Tensor) -> Scored:
         raise UserError(f"token {int(tokens.max())} lies outside the target's vocabulary of {p.shape[1]}")
     if bool(p.sum(1).isnan().any()):
         raise UserError("the target's law is NaN at a token that is to be judged: try target.dtype=float32")
+    parts = [_score(*part) for part in zip(*(x.split(ROWS) for x in (p, q, tokens)))]
+    return Scored(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Scored)))
+
+
+def _score(p: Tensor, q: Tensor, tokens: Tensor) -> Scored:
     at = tokens[:, None]
-    own = p.gather(1, at)
+    own, top = p.gather(1, at), q.argmax(1, keepdim=True)
     surprise, low = _surprise(p)
-    columns = [_of(p, surprise, at), _of(p, (q - p) / (q + p).clamp(min=torch.finfo(p.dtype).tiny), at)]
-    top = q.argmax(1, keepdim=True)
-    columns += [_bernoulli(p.gather(1, top), at == top)]
     above = q > p
     witness = (p * above).sum(1, keepdim=True)
-    columns += [_bernoulli(witness, above.gather(1, at)), mid_rank(p, at)]
+    columns = [
+        _of(p, surprise, at),
+        _of(p, (q - p).div_((q + p).clamp_(min=torch.finfo(p.dtype).tiny)), at),
+        _bernoulli(p.gather(1, top), at == top),
+        _bernoulli(witness, above.gather(1, at)),
+        mid_rank(p, at),
+    ]
     excess, variance = (torch.cat([c[i] for c in columns], 1) for i in (0, 1))
     one = torch.ones_like(excess[:, :1])
     ranges = torch.cat([1 - low.double(), 2 * one, one, one, one], 1)
