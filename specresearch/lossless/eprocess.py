@@ -64,3 +64,30 @@ def first(enough: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high
+
+
+class Evidence:
+    """Scores that come in over time: the wealth of all bets on them, its largest value, and the sums for a z at the end."""
+
+    def __init__(self, scores: int):
+        self.logs = torch.zeros(bets(scores), dtype=torch.float64)
+        self.sums = torch.zeros(2, scores, dtype=torch.float64)  # of excess, variance
+        self.count = self.impossible = 0
+        self.best = 0.0
+
+    def add(self, excess: Tensor, variance: Tensor, impossible: Tensor) -> None:
+        """excess, variance [n, S] and impossible [n], in the order in which they came; all on the CPU."""
+        if not len(excess):
+            return
+        path = self.logs + growth(excess, torch.zeros_like(excess), impossible).cumsum(0)
+        self.best = max(self.best, float(wealth(path).max()))
+        self.logs = path[-1]
+        self.sums = self.sums + torch.stack([excess.sum(0), variance.sum(0)])
+        self.count += len(excess)
+        self.impossible += int(impossible.sum())
+
+    def z(self) -> float | None:
+        """Of the score that stands out most; None where none of them could vary."""
+        excess, variance = self.sums
+        each = excess / variance.sqrt()
+        return max((float(z) for z in each[variance > 0]), key=abs, default=None)
