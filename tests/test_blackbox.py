@@ -9,7 +9,7 @@ import torch
 
 from specresearch.lossless import eprocess
 from specresearch.lossless.blackbox import BlackBox, plan
-from specresearch.lossless.scores import NAMES, Scored, mid_pit, score, surprisal, top
+from specresearch.lossless.scores import NAMES, Scored, battery, mid_pit, score, surprisal, top
 from specresearch.types import UserError
 
 PLACES, V = 60, 40
@@ -92,6 +92,19 @@ def test_means_and_variances_are_exact(dtype):
         spread = found.excess.amax(0) - found.excess.amin(0)
         assert (spread <= found.range[0] + 1e-6).all()
         assert found.impossible.sum() == (row == 1)
+
+
+def test_many_tokens_at_one_place_score_as_each_alone():
+    p, q = (x[:3].float() for x in pool())
+    p[0, 3] = p[0, 7]
+    every = torch.arange(V).expand(3, -1)
+    excess, variance, ranges, impossible, witness = battery(p, q, every)
+    for i in range(3):
+        alone = score(p[i].expand(V, -1), q[i].expand(V, -1), every[0])
+        assert (excess[i] - alone.excess).abs().max() < 1e-6
+        assert (variance[i] - alone.variance[0]).abs().max() < 1e-6
+        assert (ranges[i] - alone.range[0]).abs().max() < 1e-6
+        assert not impossible.any() and witness[i] == pytest.approx(float(alone.witness[0]))
 
 
 def replicates(law, p, q, count: int, n: int, tolerance: float = 0.0, seed: int = 0):

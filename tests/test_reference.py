@@ -40,6 +40,13 @@ def test_rows_are_the_laws_of_each_prefix(target, prompt, monkeypatch):
         assert (q[i] - law(target, SAMPLER, prefix, seen)).abs().max() < 1e-6
 
 
+def test_a_window_for_each_place(target):
+    ids = list(range(30))
+    _, q = Reference(target, SAMPLER, context=5, stride=1).rows(ids[:3], ids[3:])
+    for i in range(27):
+        assert (q[i] - law(target, SAMPLER, ids[: 3 + i], 5)).abs().max() < 1e-6
+
+
 def test_q_is_no_p_where_the_prefix_is_longer(target):
     ids = list(range(40))
     p, q = Reference(target, Sampler(temperature=1), context=4).rows(ids[:20], ids[20:])

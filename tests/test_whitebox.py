@@ -231,12 +231,12 @@ def test_faults_are_caught_by_the_layer_that_can_see_them(model, name):
                 return inner.verify(tree, TreeProbs(Sampler(temperature=1.4), p.logits, p.step, tree), rng)
 
         turns = decode(
-            model, PROMPTS, drafter=SmallLM(model, layers=1), policy=policy, verifier=Outer(), sampler=WARM, budget=250
+            model, PROMPTS, drafter=SmallLM(model, layers=1), policy=policy, verifier=Outer(), sampler=WARM, budget=160
         )
         lines = [turn.line() for turn in turns]
         assert not broken(log)
     else:
-        log, lines = run(model, policy, verifier, budget=250)
+        log, lines = run(model, policy, verifier, budget=160)
         assert claim in broken(log), findings(log)
     assert (seen_by_black_box(model, lines) == "violation") == black
 

@@ -24,16 +24,16 @@ CHUNK = 256  # places whose rows [CHUNK, V] are held at once; a longer answer's 
 class Reference:
     """p and q at every place of an answer, processed and warped exactly as the run was.
 
-    q is the target itself on the last `context` to 2 * context - 1 tokens: windows of 2 * context - 1 tokens at every
-    `context`-th place, each from position 0, answer for their later half. So it costs twice p's tokens, and not
-    `context` times, as a window for each place would. (One pass with a band of `context` in its mask is no weak draft: each
-    layer reaches `context` further back.)
+    q is the target itself on the last `context` to context + stride - 1 tokens: windows of that length at every `stride`-th
+    place, each from position 0, answer for their last `stride` places. With stride = context, the default, they hold
+    twice p's tokens, and not `context` times, as windows for each place do (stride=1). One pass with a band of `context` in
+    its mask would be no weak draft: each layer reaches `context` further back.
     """
 
-    def __init__(self, target: Target, sampler: Sampler, context: int = 10):
-        if context < 1:
-            raise UserError(f"context={context}: the weak draft needs at least one token to see")
-        self.target, self.sampler, self.context = target, sampler, context
+    def __init__(self, target: Target, sampler: Sampler, context: int = 10, stride: int | None = None):
+        if context < 1 or (stride is not None and stride < 1):
+            raise UserError(f"context={context}, stride={stride}: the weak draft needs at least one token to see")
+        self.target, self.sampler, self.context, self.stride = target, sampler, context, stride or context
 
     def rows(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
         """-> p, q [n, V] at the places of the n output tokens"""
@@ -48,7 +48,7 @@ class Reference:
         ids = torch.tensor([*prompt_ids, *output_ids], device=self.target.device)
         if int(ids.max()) >= self.target.vocab_size:
             raise UserError(f"token {int(ids.max())} lies outside the target's vocabulary of {self.target.vocab_size}")
-        size = max(CHUNK // self.context, 1) * self.context
+        size = max(CHUNK // self.stride, 1) * self.stride
         for start in range(len(prompt_ids) - 1, len(ids) - 1, size):
             places = torch.arange(start, min(start + size, len(ids) - 1), device=ids.device)
             p = self.target.plain(ids[None, : int(places[-1]) + 1], places)[0]
@@ -60,11 +60,11 @@ class Reference:
 
     def _weak(self, ids: Tensor, places: Tensor) -> Tensor:
         """Raw logits [k, V] of the target on short windows."""
-        reach, first = self.context, int(places[0])
-        begin = torch.arange(first, int(places[-1]) + 1, reach, device=ids.device) - reach + 1
-        offset = torch.arange(2 * reach - 1, device=ids.device)
+        reach, stride, first = self.context, self.stride, int(places[0])
+        begin = torch.arange(first, int(places[-1]) + 1, stride, device=ids.device) - reach + 1
+        offset = torch.arange(reach + stride - 1, device=ids.device)
         whole = begin >= 0
-        windows = torch.cat([ids, ids.new_zeros(2 * reach)])[(begin.clamp(min=0)[:, None] + offset)]
+        windows = torch.cat([ids, ids.new_zeros(reach + stride)])[(begin.clamp(min=0)[:, None] + offset)]
         late = offset[reach - 1 :]
         # What stands right of a place is not seen by it, so pads and later tokens do no harm.
         found = [self.target.plain(windows[i : i + 1], late + begin[i]) for i in range(int((~whole).sum()))]

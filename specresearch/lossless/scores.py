@@ -4,7 +4,7 @@ If token x follows p, a score g has the mean sum p g and the variance sum p g^2 
 the prefix. Sums over tokens and prompts pool with no correction. A score must not see the draft that was realised: a
 fixed weak draft q of the prefix alone takes its place, and points at where drafts push the output.
 
-Legend: n places, V vocabulary, S scores.
+Legend: n places, K tokens at each, V vocabulary, S scores.
 """
 
 from __future__ import annotations
@@ -52,22 +52,27 @@ def score(p: Tensor, q: Tensor, tokens: Tensor) -> Scored:
 
 
 def _score(p: Tensor, q: Tensor, tokens: Tensor) -> Scored:
-    at = tokens[:, None]
-    own, top = p.gather(1, at), q.argmax(1, keepdim=True)
+    excess, variance, range, impossible, witness = battery(p, q, tokens[:, None])
+    return Scored(excess[:, 0], variance, range, impossible[:, 0], witness)
+
+
+def battery(p: Tensor, q: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """All scores of K tokens `at` [n, K] at each place -> excess [n, K, S], variance, range [n, S], impossible [n, K], p(A) [n]"""
+    best = q.argmax(1, keepdim=True)
     surprise, low = _surprise(p)
     above = q > p
     witness = (p * above).sum(1, keepdim=True)
     columns = [
         _of(p, surprise, at),
         _of(p, (q - p).div_((q + p).clamp_(min=torch.finfo(p.dtype).tiny)), at),
-        _bernoulli(p.gather(1, top), at == top),
+        _bernoulli(p.gather(1, best), at == best),
         _bernoulli(witness, above.gather(1, at)),
         mid_rank(p, at),
     ]
-    excess, variance = (torch.cat([c[i] for c in columns], 1) for i in (0, 1))
-    one = torch.ones_like(excess[:, :1])
+    excess, variance = torch.stack([e for e, _ in columns], -1), torch.cat([v for _, v in columns], 1)
+    one = torch.ones_like(variance[:, :1])
     ranges = torch.cat([1 - low.double(), 2 * one, one, one, one], 1)
-    return Scored(excess, variance.clamp(min=0), ranges, own[:, 0] == 0, witness[:, 0].double())
+    return excess, variance.clamp(min=0), ranges, p.gather(1, at) == 0, witness[:, 0].double()
 
 
 def _surprise(p: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,31 +84,38 @@ def _surprise(p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def surprisal(p: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """The first score alone, for tokens `at` [n, 1] -> excess, variance [n, 1]"""
+    """The first score alone, for tokens `at` [n, K] -> excess [n, K], variance [n, 1]"""
     return _of(p, _surprise(p)[0], at)
 
 
 def top(p: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether the token is p's own argmax -> excess, variance [n, 1]"""
+    """Whether the token is p's own argmax -> excess [n, K], variance [n, 1]"""
     best = p.argmax(1, keepdim=True)
     return _bernoulli(p.gather(1, best), at == best)
 
 
 def mid_rank(p: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Mid-PIT in the order of falling p, ties by index: its mean is 1/2 and its variance (1 - sum p^3) / 12, with no sort."""
-    own, index = p.gather(1, at), torch.arange(p.shape[1], device=p.device)
-    before = (p > own) | ((p == own) & (index < at))
+    """Mid-PIT in the order of falling p, ties by index: its mean is 1/2 and its variance (1 - sum p^3) / 12. One token a
+    row needs no sort."""
+    own = p.gather(1, at)
+    if at.shape[1] == 1:
+        before = (p * ((p > own) | ((p == own) & (torch.arange(p.shape[1], device=p.device) < at)))).sum(
+            1, keepdim=True
+        )
+    else:
+        ordered, order = p.sort(1, descending=True, stable=True)
+        before = torch.empty_like(p).scatter_(1, order, ordered.cumsum(1) - ordered).gather(1, at)
     return _pit(p, own, before)
 
 
 def mid_pit(p: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Mid-PIT in the order of the token ids: within half of p(x), the uniform that an inverse CDF drew x by."""
-    return _pit(p, p.gather(1, at), torch.arange(p.shape[1], device=p.device) < at)
+    """Mid-PIT of one token a row [n, 1] in the order of the ids: within p(x) / 2, the uniform by which an inverse CDF drew x."""
+    before = (p * (torch.arange(p.shape[1], device=p.device) < at)).sum(1, keepdim=True)
+    return _pit(p, p.gather(1, at), before)
 
 
 def _pit(p: Tensor, own: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    place = (p * before).sum(1, keepdim=True) + own / 2 - 0.5
-    return place.double(), ((1 - (p * p * p).sum(1, keepdim=True)) / 12).double()
+    return (before + own / 2 - 0.5).double(), ((1 - (p * p * p).sum(1, keepdim=True)) / 12).double()
 
 
 def _of(p: Tensor, g: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
