@@ -57,7 +57,10 @@ def _score(p: Tensor, q: Tensor, tokens: Tensor) -> Scored:
 
 
 def battery(p: Tensor, q: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """All scores of K tokens `at` [n, K] at each place -> excess [n, K, S], variance, range [n, S], impossible [n, K], p(A) [n]"""
+    """All scores of K tokens `at` [n, K] at each place.
+
+    -> excess [n, K, S], variance [n, S], range [n, S], impossible [n, K], witness [n]
+    """
     best = q.argmax(1, keepdim=True)
     surprise, low = _surprise(p)
     above = q > p
@@ -109,7 +112,7 @@ def mid_rank(p: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mid_pit(p: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Mid-PIT of one token a row [n, 1] in the order of the ids: within p(x) / 2, the uniform by which an inverse CDF drew x."""
+    """Mid-PIT of one token a row [n, 1] in the order of the ids: within p(x) / 2, the uniform by which x was drawn."""
     before = (p * (torch.arange(p.shape[1], device=p.device) < at)).sum(1, keepdim=True)
     return _pit(p, p.gather(1, at), before)
 
