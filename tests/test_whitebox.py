@@ -195,13 +195,6 @@ class Reordered(StaticTree):
         return Tree(tokens, tree.parent, tree.depth, tree.valid, score, tree.law, tree.growth, tree.levels, tree.q)
 
 
-class WarmTarget(Rejection):
-    """The verifier forgets the run's temperature: p itself is wrong, and everything follows it."""
-
-    def verify(self, tree, p, rng):
-        return super().verify(tree, TreeProbs(Sampler(temperature=1.4), p.logits, p.step, tree), rng)
-
-
 def seen_by_black_box(model, lines, sampler=WARM) -> str:
     return judge(Reference(model, sampler), lines, BlackBox()).verdict
 
@@ -215,7 +208,7 @@ FAULTS = {  # name: (policy, verifier, claim that the white box finds broken, ca
     "shared chance": (CHAIN, DraftsOwnCoin(), "independence", True),
     "raw bonus": (Chain(depth=1, temperature=0.8), RawBonus(), "bonus", True),
     "re-ranked": (Reordered(widths=[3], draw="without_replacement", temperature=0.8), Rejection(), "drafts", True),
-    "wrong p": (CHAIN, WarmTarget(), None, True),
+    "wrong p": (CHAIN, Rejection(), None, True),
 }
 
 
@@ -230,13 +223,12 @@ def test_faults_are_caught_by_the_layer_that_can_see_them(model, name):
             def verify(self, tree, p, rng):
                 return inner.verify(tree, TreeProbs(Sampler(temperature=1.4), p.logits, p.step, tree), rng)
 
-        turns = decode(
-            model, PROMPTS, drafter=SmallLM(model, layers=1), policy=policy, verifier=Outer(), sampler=WARM, budget=160
-        )
+        common = {"drafter": SmallLM(model, layers=1), "policy": policy, "sampler": WARM}
+        turns = decode(model, PROMPTS, verifier=Outer(), budget=160, batch=4, **common)
         lines = [turn.line() for turn in turns]
         assert not broken(log)
     else:
-        log, lines = run(model, policy, verifier, budget=160)
+        log, lines = run(model, policy, verifier, budget=160, batch=4)
         assert claim in broken(log), findings(log)
     assert (seen_by_black_box(model, lines) == "violation") == black
 
