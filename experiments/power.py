@@ -108,10 +108,10 @@ def paths(table: list[Tensor], count: int, length: int, block: int = 50) -> Iter
         yield wealth, drift / spread.sqrt()
 
 
-def row(name: str, made: dict[str, Tensor]) -> str:
+def row(name: str, made: dict[str, Tensor], null: int = 2000, faulty: int = 400) -> str:
     table, tv = tables(made, LAWS[name])
     length = 2 * plan(tv, ALPHA) if name != "none (null)" else 1024
-    wealth, z = (torch.cat(x) for x in zip(*paths(table, 2000 if name == "none (null)" else 400, min(length, 4000))))
+    wealth, z = (torch.cat(x) for x in zip(*paths(table, null if name == "none (null)" else faulty, min(length, 4000))))
     over = wealth.cummax(1).values >= math.log(1 / ALPHA)
     alarms = int(over[:, -1].sum())
     stop = torch.where(over.any(1), over.long().argmax(1) + 1, 1 << 30).double()
