@@ -47,6 +47,12 @@ def test_a_window_for_each_place(target):
         assert (q[i] - law(target, SAMPLER, ids[: 3 + i], 5)).abs().max() < 1e-6
 
 
+def test_another_model_may_be_the_weak_draft(target):
+    ids, draft = list(range(30)), target.first_layers(1)
+    _, q = Reference(target, SAMPLER, draft=draft).rows(ids[:3], ids[3:])
+    assert (q[20] - law(draft, SAMPLER, ids[:23])).abs().max() < 1e-6
+
+
 def test_q_is_no_p_where_the_prefix_is_longer(target):
     ids = list(range(40))
     p, q = Reference(target, Sampler(temperature=1), context=4).rows(ids[:20], ids[20:])

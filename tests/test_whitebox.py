@@ -196,7 +196,8 @@ class Reordered(StaticTree):
 
 
 def seen_by_black_box(model, lines, sampler=WARM) -> str:
-    return judge(Reference(model, sampler), lines, BlackBox()).verdict
+    reference = Reference(model, sampler, draft=model.first_layers(1))  # what these runs draft with
+    return judge(reference, lines, BlackBox()).verdict
 
 
 CHAIN = Chain(depth=3, temperature=0.8)

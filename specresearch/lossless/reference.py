@@ -28,12 +28,23 @@ class Reference:
     place, each from position 0, answer for their last `stride` places. With stride = context, the default, they hold
     twice p's tokens, and not `context` times, as windows for each place do (stride=1). One pass with a band of `context` in
     its mask would be no weak draft: each layer reaches `context` further back.
+
+    A `draft` of the same vocabulary takes the place of these windows. It is a function of the prefix too, and if the run
+    drafted with it, it points exactly at where a faulty rule pushes the output: fewer tokens will do.
     """
 
-    def __init__(self, target: Target, sampler: Sampler, context: int = 10, stride: int | None = None):
+    def __init__(
+        self,
+        target: Target,
+        sampler: Sampler,
+        context: int = 10,
+        stride: int | None = None,
+        draft: Target | None = None,
+    ):
         if context < 1 or (stride is not None and stride < 1):
             raise UserError(f"context={context}, stride={stride}: the weak draft needs at least one token to see")
-        self.target, self.sampler, self.context, self.stride = target, sampler, context, stride or context
+        self.target, self.sampler, self.draft = target, sampler, draft
+        self.context, self.stride = context, stride or context
 
     def rows(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
         """-> p, q [n, V] at the places of the n output tokens"""
@@ -59,7 +70,9 @@ class Reference:
         return self.sampler.warp(self.sampler.process(logits[:, None], history, places + 1))[:, 0]
 
     def _weak(self, ids: Tensor, places: Tensor) -> Tensor:
-        """Raw logits [k, V] of the target on short windows."""
+        """Raw logits [k, V] of the draft, or of the target on short windows."""
+        if self.draft is not None:
+            return self.draft.plain(ids[None, : int(places[-1]) + 1], places)[0]
         reach, stride, first = self.context, self.stride, int(places[0])
         begin = torch.arange(first, int(places[-1]) + 1, stride, device=ids.device) - reach + 1
         offset = torch.arange(reach + stride - 1, device=ids.device)

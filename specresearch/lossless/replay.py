@@ -97,7 +97,10 @@ class Replay:
         q = self._q(row, node)
         for child in children:
             x = self.tokens[row][child]
-            yield _event("drafts", [surprisal(q, _at(x)), top(q, _at(x))], not q[0, x] > 0)
+            scored = [surprisal(q, _at(x)), top(q, _at(x))]
+            # The first child alone, too: siblings that were put into another order differ from their law in opposite ways.
+            scored += [scored[0]] if child == children[0] else [(torch.zeros(1), torch.zeros(1))]
+            yield _event("drafts", scored, not q[0, x] > 0)
             q = next_sibling(q, x) if self.without_replacement else q
 
     def _node(self, row: int, residual: Residual, children: list[int], accepted: int) -> Iterator[Event]:
@@ -118,7 +121,7 @@ class Replay:
         yield _event(name, [mid_rank(left, y), surprisal(left, y)], bool(residual.dead[0, y[0, 0]]))
         if noise:
             place, variance = (float(x) for x in mid_pit(left, y))
-            yield Event("independence", (0.0, noise * place), (0.0, noise**2 * variance))
+            yield Event("independence", (0.0, 8 * noise * place), (0.0, (8 * noise) ** 2 * variance))
 
 
 def _children(parents: list[int], valid: list[bool]) -> dict[int, list[int]]:
@@ -143,4 +146,5 @@ def _coin(accepted: bool, chance: float, noise: float) -> Iterator[Event]:
     certain = chance >= 1 + ROUNDING or (chance >= 1 and not noise)
     yield Event("coins", (accepted - a,), (a * (1 - a),), a == 0 if accepted else certain)
     if noise:
-        yield Event("independence", (noise * (accepted - a), 0.0), (noise**2 * a * (1 - a), 0.0))
+        # Scaled to at most 2, which bets can bear: what little such scores move shows sooner.
+        yield Event("independence", (4 * noise * (accepted - a), 0.0), ((4 * noise) ** 2 * a * (1 - a), 0.0))

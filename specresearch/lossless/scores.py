@@ -106,7 +106,7 @@ def mid_rank(p: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
             1, keepdim=True
         )
     else:
-        ordered, order = p.sort(1, descending=True, stable=True)
+        ordered, order = p.sort(dim=1, descending=True, stable=True)
         before = torch.empty_like(p).scatter_(1, order, ordered.cumsum(1) - ordered).gather(1, at)
     return _pit(p, own, before)
 

@@ -25,7 +25,7 @@ CLAIMS = {
     "bonus": "a token after a leaf follows p",
     "independence": "coins and residual draws do not depend on the draft's chance",
 }
-SCORES = {"drafts": 2, "coins": 1, "residual": 2, "bonus": 2, "independence": 2}
+SCORES = {"drafts": 3, "coins": 1, "residual": 2, "bonus": 2, "independence": 2}
 
 
 @dataclass(frozen=True)
