@@ -56,9 +56,12 @@ class Log:
 
     def add(self, events: list[Event]) -> None:
         for name, evidence in self.evidence.items():
-            own = [event for event in events if event[0] == name]
-            columns = (torch.tensor([e[i] for e in own], dtype=torch.float64) for i in (1, 2))
-            evidence.add(*columns, torch.tensor([e[3] for e in own]))
+            own = [event for event in events if event.name == name]
+            excess, variance = (
+                torch.tensor([e.excess for e in own], dtype=torch.float64),
+                torch.tensor([e.variance for e in own], dtype=torch.float64),
+            )
+            evidence.add(excess, variance, torch.tensor([e.impossible for e in own]))
 
 
 class WhiteBox(Verifier):
