@@ -25,7 +25,7 @@ from specresearch.lossless.reference import Reference
 from specresearch.lossless.scores import battery
 from specresearch.prompts import builtin
 
-PLACES, QUESTIONS = 384, 12
+PLACES = 384
 DRAWS = 256  # tokens drawn from each law at each place; paths choose among them
 ALPHA = 1e-3
 Law = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # p, q -> the law claimed, the law that tokens have
@@ -34,8 +34,10 @@ Law = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # p, q -> the law claim
 def record(overrides: list[str]) -> dict[str, Tensor]:
     engine = specresearch.engine("experiment=power", *overrides)
     reference = Reference(engine.parts.target, engine.parts.sampler, context=10, stride=1)
-    rows = []
-    for question in builtin()[:QUESTIONS]:
+    rows: list[tuple[Tensor, Tensor]] = []
+    for question in builtin():
+        if sum(len(p) for p, _ in rows) >= PLACES:
+            break
         prompt = engine.parts.target.chat([{"role": "user", "content": question.turns[0]}])
         rows.append(reference.rows(prompt, engine.generate(question.turns[0]).ids))
     p, q = (torch.cat(parts)[:PLACES].contiguous() for parts in zip(*rows))
