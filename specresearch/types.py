@@ -203,6 +203,9 @@ class Verifier:
     chain_only: bool = False
     greedy_only: bool = False  # right at temperature 0 only
     lossy: str | None = None
+    # How the white box may replay it from p, q and the tree; None: not at all. "by_law": children are tried in order, by
+    # the rule of the tree's law. "given_tree": whatever the tree, the token after each accepted node follows p.
+    replay: Literal["by_law", "given_tree"] | None = None
 
     def verify(self, tree: Tree, p: Probs, rng: Rng) -> Verdict:
         raise NotImplementedError
@@ -227,6 +230,10 @@ class Target:
         raise NotImplementedError
 
     def forward(self, step: Step, tree: Tree, taps: Sequence[Tap]) -> TargetOutput:
+        raise NotImplementedError
+
+    def plain(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Logits [R, K, V] after the tokens at `places` [K] of `tokens` [R, T], by an independent path, for the checks."""
         raise NotImplementedError
 
     def reference(self, tokens: list[int], positions: list[int], one_by_one: bool = False) -> Tensor:

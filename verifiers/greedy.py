@@ -8,6 +8,7 @@ from specresearch.types import Probs, Rng, Tree, Verdict, Verifier
 
 class Greedy(Verifier):
     greedy_only = True
+    replay = "given_tree"
 
     def verify(self, tree: Tree, p: Probs, rng: Rng) -> Verdict:
         return verify.greedy(tree, p, rng)

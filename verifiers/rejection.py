@@ -14,5 +14,7 @@ from specresearch.types import Probs, Rng, Tree, Verdict, Verifier
 
 
 class Rejection(Verifier):
+    replay = "by_law"
+
     def verify(self, tree: Tree, p: Probs, rng: Rng) -> Verdict:
         return verify.rejection(tree, p, rng)

@@ -12,6 +12,8 @@ from specresearch.types import Probs, Rng, Tree, UserError, Verdict, Verifier
 
 
 class TargetOnly(Verifier):
+    replay = "given_tree"  # at thresholds of 1; below, the white box is to see the bias
+
     def __init__(self, *, threshold_single: float = 1.0, threshold_acc: float = 1.0):
         for name, value in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
             if not 0 < value <= 1:

@@ -43,6 +43,7 @@ class HFModel(Target):
         self.vocab_size = int(config.vocab_size)
         self.eos = _eos(model, tokenizer)
         self.cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        self.chooses = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.shapes = self._probe()
         self.cache: SlotCache | None = None
         self._keep: Tensor | None = None
@@ -304,6 +305,14 @@ class HFModel(Target):
         place = torch.arange(1, path.shape[1] + 1, device=path.device)
         base = (torch.arange(path.shape[0], device=path.device) * self.cache.slots + step.length)[:, None]
         self.cache.move(base + torch.where(path >= 0, path, place), base + place)
+
+    @torch.inference_mode()
+    def plain(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Logits [R, K, V] after the tokens at `places` [K] of `tokens` [R, T], by the model's own forward; the head computes
+        those rows alone where the model lets one choose."""
+        if not self.chooses:
+            return self.model(input_ids=tokens, use_cache=False).logits[:, places]
+        return self.model(input_ids=tokens, use_cache=False, logits_to_keep=places).logits
 
     @torch.inference_mode()
     def reference(self, tokens: list[int], positions: list[int], one_by_one: bool = False) -> Tensor:
