@@ -25,6 +25,9 @@ ROOT = Path(__file__).parents[1]
 NEEDED = {
     ("drafter", "small_lm"): ["drafter.layers=1"],
     ("verifier", "typical"): ["lossy=allow"],
+    ("verifier", "block"): ["temperature=1", "tree=chain"],
+    ("verifier", "traversal"): ["temperature=1", "tree=static", "tree.draw=without_replacement"],
+    ("verifier", "spectr"): ["temperature=1", "tree=static", "tree.draw=iid"],
     ("tree", "optimal"): ["tree.acceptance=[[0.6,0.2],[0.5]]"],
     ("prompts", "text"): ["prompts.text=hello"],
     ("prompts", "file"): [f"prompts.path={ROOT}/specresearch/prompts/builtin.jsonl"],
