@@ -9,7 +9,7 @@ ADVICE = "use verifier=rejection, which has an exact rule for every tree"
 
 def check_fit(drafter: Drafter, policy: TreePolicy, verifier: Verifier, temperature: float, lossy: str) -> None:
     """Raises UserError, naming a combination that works."""
-    name = type(verifier).__module__.rpartition(".")[2]
+    name = name_of(verifier)
     if lossy not in ("refuse", "allow"):
         raise UserError(f"lossy={lossy} is unknown: use lossy=refuse or lossy=allow")
     if verifier.greedy_only and temperature > 0:
@@ -28,6 +28,11 @@ def check_fit(drafter: Drafter, policy: TreePolicy, verifier: Verifier, temperat
         raise UserError(
             f"verifier={name} would bias a tree that grows in the way {growth}: {trees_for(verifier)}, or {ADVICE}"
         )
+
+
+def name_of(verifier: Verifier) -> str:
+    """As on the command line: one rule, one file."""
+    return type(verifier).__module__.rpartition(".")[2]
 
 
 def laws_of(law: Law, width: int) -> set[Law]:

@@ -203,6 +203,7 @@ class Verifier:
     chain_only: bool = False
     greedy_only: bool = False  # right at temperature 0 only
     lossy: str | None = None
+    tv_bound: float | None = None  # of a lossy rule: the law of one token, given those before it, shifts by no more
 
     def verify(self, tree: Tree, p: Probs, rng: Rng) -> Verdict:
         raise NotImplementedError
