@@ -16,8 +16,8 @@ def block(tree: Tree, p: Probs, rng: Rng) -> Verdict:
     """Verify a chain that was drawn from `tree.q`; shorter chains end where no node is valid.
 
     With w_i = min(1, w_{i-1} p(x_i) / q(x_i)) and Z_i = sum (w_i p - q)+ after x_i, prefix i is fit with probability
-    Z_i / (Z_i + 1 - w_i). The last fit prefix is kept, and the next token drawn from (w_i p - q)+. Nothing was drawn after
-    the last draft, so q is 0 there, and both formulas say what they should: w_n, and p.
+    Z_i / (Z_i + 1 - w_i), the whole chain with probability w_n. The last fit prefix is kept, and the next token drawn from
+    (w_i p - q)+; after the whole chain, where nothing was drawn and q is 0, that is p.
     """
     assert tree.q is not None
     first_child, _ = links(tree.parent, tree.valid)
@@ -36,7 +36,8 @@ def block(tree: Tree, p: Probs, rng: Rng) -> Verdict:
         if level == 0:  # the empty prefix is always fit
             residual = torch.where(rest.sum(1, keepdim=True) > 0, rest, law)  # p = q: only rounding can reject all
         else:
-            fit = rng.accept(here, torch.where(node >= 0, _fitness(rest.sum(1), weight), 0.0))
+            fitness = torch.where(child >= 0, _fitness(rest.sum(1), weight), weight)
+            fit = rng.accept(here, torch.where(node >= 0, fitness, 0.0))
             residual = torch.where(fit[:, None], rest, residual)
             kept = torch.where(fit, level, kept)
         weight = _weight(weight, law, q, tree.tokens[rows, child.clamp(min=0)])

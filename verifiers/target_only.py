@@ -3,10 +3,10 @@
 Lossless at thresholds of 1: the distinct children and the rest partition [0, 1). (A tried token has no mass left here, so
 a repeated sibling is dead; counted twice, as elsewhere, it would bias the output.) `threshold_single` accepts any child
 with p at or above it; `threshold_acc` divides the running sum. Below 1 both bias the output, and the law of a token shifts by
-at most TV 1 - min(threshold_single, threshold_acc): let S be the mass of the children before the one, of mass m, whose
-acceptance becomes sure. They take S / acc instead of S, too much by less than 1 - acc, since S < acc; if it gains instead of
-them, it is by 1 - S - m, and sure it is for m >= single or S + m >= acc. Reached by a first child of mass single or acc.
-A node is accepted with probability p(its children), as under the point-mass rule.
+at most TV 1 - min(threshold_single, threshold_acc). For let S be the mass of the children before the first, of mass m, whose
+acceptance is sure: m >= single or S + m >= acc, and S < acc. What is gained by some tokens, and lost by others, is the larger
+of S / acc - S < 1 - acc and 1 - S - m. A single child of mass m = acc or m = single reaches the bound.
+At thresholds of 1 a node is accepted with probability p(its children), as under the point-mass rule.
 """
 
 from __future__ import annotations
