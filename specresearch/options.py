@@ -6,6 +6,7 @@ All of it is read from conf/, the docstrings and the declarations of the classes
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -52,7 +53,7 @@ def description(part: type) -> str:
     several = sum(issubclass(x, Drafter | TreePolicy | Verifier) for x in shared) > 1
     text = (part.__doc__ if several else None) or inspect.getdoc(module) or part.__doc__ or ""
     first = " ".join(text.split("\n\n")[0].split())
-    return first.split(". ")[0].rstrip(".")
+    return re.split(r"(?<!et al)\. ", first)[0].rstrip(".")
 
 
 def trees() -> Iterator[tuple[str, str, TreePolicy]]:

@@ -6,8 +6,15 @@ import pytest
 import torch
 from mutants import CHAIN, CONTROLS, MUTANTS, wide
 
-from specresearch.lossless.enumeration import Enumerator, Scripts, Table, complete, completed_laws, outcomes
-from specresearch.lossless.enumeration import total_variations
+from specresearch.lossless.enumeration import (
+    Enumerator,
+    Scripts,
+    Table,
+    complete,
+    completed_laws,
+    outcomes,
+    total_variations,
+)
 from specresearch.lossless.exact import cell_of, certificates, certify, instances, shapes, shapes_for
 from specresearch.types import Verdict, Verifier
 from specresearch.verifiers.block import Block

@@ -1,9 +1,10 @@
 """Every random outcome of one step of the shipped code, on a small vocabulary, and the law that they add up to.
 
-Legend: R rows (one outcome of one instance each), I instances (pairs of laws), V vocabulary, H horizon. A step emits a block of
-random length, so its *completed* law is compared: blocks are continued with draws from p up to a fixed horizon, and the law over
-all sequences of that length must be p's own. Equality for every step, with fresh randomness and drafts that depend on the past
-alone, gives equality for whole answers by induction.
+Legend: R rows (one outcome of one instance each), I instances (pairs of laws), V vocabulary, H horizon.
+
+A step emits a block of random length, so its *completed* law is compared: blocks are continued with draws from p up to a fixed
+horizon, and the law over all sequences of that length must be p's own. Equality for every step, with fresh randomness and
+drafts that depend on the past alone, gives equality for whole answers by induction.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ class Enumerator:
 
 
 class Table:
-    """A law for every prefix of up to `horizon` tokens, for each instance: `laws` [I, (V+1)^horizon, V], indexed by the prefix in
-    base V+1."""
+    """A law for every prefix of up to `horizon` tokens, for each instance: `laws` [I, (V+1)^horizon, V], indexed by the
+    prefix in base V+1."""
 
     def __init__(self, laws: Tensor, horizon: int):
         self.laws, self.horizon, self.vocab = laws, horizon, laws.shape[-1]
@@ -158,7 +159,7 @@ class Table:
     def code(self, path: Tensor) -> Tensor:
         """Number of a prefix: path [..., D], -1 padded -> [...]"""
         path = path[..., : self.horizon]
-        return ((path + 1) * (self.vocab + 1) ** torch.arange(path.shape[-1])).sum(-1)
+        return ((path + 1) * (self.vocab + 1) ** torch.arange(path.shape[-1], device=path.device)).sum(-1)
 
     def at(self, path: Tensor, instance: Tensor) -> Tensor:
         """path [R, ..., D], instance [R] -> laws [R, ..., V]"""
@@ -199,7 +200,7 @@ class TableProbs:
         self.p = table.at(node_paths(tree.parent, tree.tokens, max(tree.levels, 1)), instance)
 
     def __call__(self, node: Tensor) -> Tensor:
-        return self.p[torch.arange(len(node)), node]
+        return self.p[torch.arange(len(node), device=node.device), node]
 
     def all(self) -> Tensor:
         return self.p
@@ -245,7 +246,7 @@ def step(
 
 
 def emitted(tree: Tree, verdict: Verdict, instance: Tensor, weight: Tensor, horizon: int) -> Outcomes:
-    place = torch.arange(horizon)
+    place = torch.arange(horizon, device=tree.tokens.device)
     path = torch.nn.functional.pad(verdict.path, (0, horizon), value=-1)[:, : horizon + 1]
     last = verdict.length[:, None] - 1
     drafted = tree.tokens.gather(1, path[:, 1:].clamp(min=0))

@@ -1,8 +1,8 @@
 """Certificates of acceptance rules: the completed law of every outcome against the target's, on laws of every kind.
 
-For laws in general position each entry of the difference is a rational function of p and q on each cell of their comparisons, so
-that it is zero everywhere in a cell, or almost nowhere: random instances from each cell settle it. The cells counted here are the
-orders of p/q over the tokens, with the place of 1 among them, at the root: 12 for three tokens. p = q and laws with zeros lie
+For laws in general position each entry of the difference is a rational function of p and q on each cell of their comparisons,
+so that it is zero everywhere in a cell, or almost nowhere: random instances from each cell settle it. The cells counted here are
+the orders of p/q over the tokens, with the place of 1 among them, at the root: 12 for three tokens. p = q and laws with zeros lie
 between the cells and are tried as well.
 """
 
@@ -80,9 +80,8 @@ def shapes() -> dict[str, TreePolicy]:
     found: dict[str, TreePolicy] = {}
     for draw in ("topk", "iid", "without_replacement"):
         how: Any = {"temperature": 1.0, "draw": draw}
-        if draw != "without_replacement":  # on a chain that is iid
-            found[f"chain {draw}"] = Chain(depth=2, **how)
-            found[f"best-first chain {draw}"] = BestFirstTree(size=3, depth=2, topk=1, **how)
+        found[f"chain {draw}"] = Chain(depth=2, **how)
+        found[f"best-first chain {draw}"] = BestFirstTree(size=3, depth=2, topk=1, **how)
         found[f"wide {draw}"] = StaticTree(widths=[3], **how)
         found[f"2x2 {draw}"] = StaticTree(widths=[2, 2], **how)
         found[f"best-first {draw}"] = BestFirstTree(size=4, depth=2, topk=2, **how)
@@ -132,7 +131,8 @@ def instances(horizon: int, vocab: int, least: int, generator: torch.Generator) 
     def add(zeros: float = 0.0, same: bool = False) -> int:
         p = Table.random(vocab, horizon, generator, zeros)
         q = p if same else Table.random(vocab, horizon, generator, zeros)
-        ps.append(p), qs.append(q)
+        ps.append(p)
+        qs.append(q)
         return int(cell_of(p.of_root(), q.of_root()))
 
     for _ in range(200 * cells_of(vocab)):  # a cell is hit once in 30 draws; ones that were seen more often are let go
