@@ -110,7 +110,9 @@ def test_the_residual_is_a_law_and_has_nothing_where_q_is_above_p(dtype):
     rule = DrawnRule(Laws(p[:, None]), drafts(torch.zeros(300, 1, dtype=torch.long), q))
     rows = torch.zeros(300, dtype=torch.long)
     rule.enter(rows, rows == 0)
-    reject = Uniforms(torch.full((300, 2), 2.0, dtype=torch.float64), torch.zeros(300))  # a coin that no chance reaches
+    reject = Uniforms(
+        torch.full((300, 2), math.inf, dtype=torch.float64), torch.zeros(300)
+    )  # a coin that no chance reaches
     rule.accept(rows + 1, rows, rows == 0, reject)
     assert torch.allclose(rule.residual.sum(1), torch.ones((), dtype=dtype), atol=1e-6)
     apart = (p != q).any(1)
@@ -132,25 +134,26 @@ def test_p_equal_to_q_never_comes_to_its_empty_residual(verifier, dtype):
 # -- 4. all k accepted: k + 1 tokens in one pass -------------------------------------------------------------------------
 
 
-class Twin(SmallLM):
-    """Drafts with the whole target itself, so that p = q."""
-
-    def __init__(self, target):
-        super().__init__(target, layers=len(target.model.model.layers))
+@pytest.fixture(scope="module")
+def twin(target, tmp_path_factory):
+    """A drafter that is the target itself, so that p = q."""
+    folder = tmp_path_factory.mktemp("twin")
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return SmallLM(target, id=str(folder), dtype="float64")
 
 
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("verifier", DRAWN, ids=name_of)
-def test_all_accepted_gives_one_more_in_one_target_pass(target, verifier, k, monkeypatch):
+def test_all_accepted_gives_one_more_in_one_target_pass(target, twin, verifier, k, monkeypatch):
     passes = []
     forward = type(target).forward
     monkeypatch.setattr(type(target), "forward", lambda *a: passes.append(1) or forward(*a))
     sampler = Sampler(temperature=0.8, repetition_penalty=1.2)
     how = {"verifier": verifier, "sampler": sampler, "budget": 1 + 3 * (k + 1)}
     policy = Chain(depth=k, temperature=0.8)
-    (turn,) = decode(
-        target, [target.chat([{"role": "user", "content": "abc"}])], drafter=Twin(target), policy=policy, **how
-    )
+    ids = target.chat([{"role": "user", "content": "abc"}])
+    (turn,) = decode(target, [ids], drafter=twin, policy=policy, **how)
     assert [step["emitted"] for step in turn.steps] == [k + 1] * 3 and len(passes) == 3
     assert all(len(step["path"]) == k + 1 for step in turn.steps)
 

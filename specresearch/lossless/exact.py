@@ -1,9 +1,9 @@
 """Certificates of acceptance rules: the completed law of every outcome against the target's, on laws of every kind.
 
-For laws in general position each entry of the difference is a rational function of p and q on each cell of their comparisons,
-so that it is zero everywhere in a cell, or almost nowhere: random instances from each cell settle it. The cells counted here are
-the orders of p/q over the tokens, with the place of 1 among them, at the root: 12 for three tokens. p = q and laws with zeros lie
-between the cells and are tried as well.
+For laws in general position each entry of the difference is a rational function of p and q on each cell of their
+comparisons, so that it is zero everywhere in a cell, or almost nowhere: random instances from each cell settle it. The cells
+counted here are the orders of p/q over the tokens, with the place of 1 among them, at the root: 12 for three tokens. p = q and
+laws with zeros lie between the cells and are tried as well.
 """
 
 from __future__ import annotations

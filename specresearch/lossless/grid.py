@@ -1,7 +1,7 @@
 """The shipped float32 kernels under fixed uniforms that fill their cube evenly: the law of a rule as it runs.
 
-The enumeration proves the rule in float64 and replaces its chance. Here draws, coins and last draws compare real uniforms, as in
-a run, through the kernels in use (torch, or Triton with its own walk): the points of a scrambled Sobol net, of which each
+The enumeration proves the rule in float64 and replaces its chance. Here draws, coins and last draws compare real uniforms, as
+in a run, through the kernels in use (torch, or Triton with its own walk): the points of a scrambled Sobol net, of which each
 coordinate has one in every 1/n-th. Frequencies over the net come near the law like 1/n rather than 1/sqrt(n), but for the
 corners of the regions that several thresholds cut out; RESOLUTION leaves room for those.
 """
