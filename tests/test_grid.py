@@ -40,9 +40,16 @@ def test_lossy_rules_are_called_so():
 
 
 @pytest.mark.skipif(backend.triton is None, reason="Triton is not installed")
-@pytest.mark.parametrize("shape", ["chain iid", "dynamic topk"])
-def test_triton_on_the_net(triton, shape):
-    """In the interpreter a row takes long, so few points; equal verdicts on each are another test's matter."""
-    device, points = ("cuda", 1 << 13) if torch.cuda.is_available() else ("cpu", 1 << 4)
-    found = grid(Rejection(), shapes()[shape], shape, points, device=device)
-    assert found.kernels == "triton" and found.worst < (RESOLUTION if points > 99 else 0.25)
+def test_triton_on_the_net(triton):
+    """On a GPU the law; in the interpreter, where a row takes long, a few points must fall as they do for torch."""
+    gpu = torch.cuda.is_available()
+    how = {"device": "cuda"} if gpu else {"points": 4}
+    found = grid(Rejection(), shapes()["chain iid"], "chain iid", **how)
+    assert found.kernels == "triton"
+    if gpu:
+        assert found.worst < RESOLUTION
+    else:
+        backend.use(name="torch")
+        assert found.worst == pytest.approx(
+            grid(Rejection(), shapes()["chain iid"], "chain iid", **how).worst, abs=1e-9
+        )
