@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specresearch.kernels.tree import links
+from specresearch.kernels.verify import plain
 from specresearch.types import Probs, Rng, Tree, Verdict
 
 
@@ -19,7 +20,8 @@ def block(tree: Tree, p: Probs, rng: Rng) -> Verdict:
     Z_i / (Z_i + 1 - w_i), the whole chain with probability w_n. The last fit prefix is kept, and the next token drawn from
     (w_i p - q)+; after the whole chain, where nothing was drawn and q is 0, that is p.
     """
-    assert tree.q is not None
+    if tree.q is None:
+        return plain(tree, p, rng)
     first_child, _ = links(tree.parent, tree.valid)
     batch, device = tree.tokens.shape[0], tree.tokens.device
     rows = torch.arange(batch, device=device)

@@ -10,14 +10,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specresearch.kernels.verify import rows_that_move, walk
+from specresearch.kernels.verify import plain, rows_that_move, walk
 from specresearch.types import Probs, Rng, Tree, Verdict
 
 HALVINGS = 52  # of the bracket of rho: its width is then within float64's rounding
 
 
 def kseq(tree: Tree, p: Probs, rng: Rng) -> Verdict:
-    return walk(tree, KSeqRule(p, tree), rng)
+    return plain(tree, p, rng) if tree.q is None else walk(tree, KSeqRule(p, tree), rng)
 
 
 def overlap(p: Tensor, q: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:

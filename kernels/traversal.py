@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specresearch.kernels.tree import links
+from specresearch.kernels.verify import plain
 from specresearch.types import Probs, Rng, Tree, Verdict
 
 
@@ -18,7 +19,8 @@ def traversal(tree: Tree, p: Probs, rng: Rng, state: type[Stack] | None = None) 
     Each round goes down to the first untried child, or judges a node that has none left: accept it and all above it, or
     delete it and mend the law of its parent. The root's chance is 1, so the walk ends; after 2 N - 1 rounds at the latest.
     """
-    assert tree.q is not None
+    if tree.q is None:
+        return plain(tree, p, rng)
     stack = (state or Stack)(tree, p)
     may_stop = tree.tokens.device.type == "cpu"
     for _ in range(2 * tree.tokens.shape[1] - 1):

@@ -94,6 +94,15 @@ def walk_links(tokens: Tensor, tree_links: Links, levels: int, rule: Rule, rng: 
     return Verdict(path, (path >= 0).sum(1), rule.finish(rng))
 
 
+def plain(tree: Tree, p: Probs, rng: Rng) -> Verdict:
+    """A step without drafts, for rules that compare p with q: drafts without a q are an error, which is no case for them."""
+    if tree.tokens.shape[1] > 1:
+        raise ValueError(f"drafts of the law {tree.law} came without the q that they were drawn from")
+    root = torch.zeros_like(tree.tokens[:, 0])
+    path = torch.nn.functional.pad(root[:, None], (0, tree.levels), value=-1)
+    return Verdict(path, root + 1, rng.pick(p(root)))
+
+
 # -- the rules ---------------------------------------------------------------------------------------------------------
 
 

@@ -158,9 +158,11 @@ def test_all_accepted_gives_one_more_in_one_target_pass(target, twin, verifier, 
     assert all(len(step["path"]) == k + 1 for step in turn.steps)
 
 
-def test_nothing_drafted_gives_one_token_a_pass(target):
+@pytest.mark.parametrize("verifier", [*DRAWN, SampleAndMatch()], ids=name_of)
+def test_nothing_drafted_gives_one_token_a_pass(target, verifier):
+    """As in the plain decoding of every run, which goes through the run's own verifier."""
     ids = target.chat([{"role": "user", "content": "abc"}])
-    how = {"verifier": Rejection(), "sampler": Sampler(temperature=1.0), "budget": 6}
+    how = {"verifier": verifier, "sampler": Sampler(temperature=1.0), "budget": 6}
     (turn,) = decode(target, [ids], drafter=NoDrafter(target), policy=Chain(depth=3, temperature=1), **how)
     assert [step["emitted"] for step in turn.steps] == [1] * 5
 
@@ -252,6 +254,13 @@ def test_a_law_that_is_none_is_reported(verifier):
     p, q = torch.full((1, 3), math.nan), torch.tensor([[0.2, 0.3, 0.5]])
     verdict = judge(verifier, torch.tensor([1]), p, q, 0.0)
     assert (int(verdict.length), int(verdict.next_token)) == (1, -1)
+
+
+@pytest.mark.parametrize("verifier", DRAWN[1:], ids=name_of)
+def test_drafts_without_their_law_are_an_error(verifier):
+    tree = replace(drafts(torch.tensor([[0]]), torch.ones(1, 1)), q=None)
+    with pytest.raises(ValueError, match="without the q"):
+        verifier.verify(tree, Laws(torch.ones(1, 2, 1)), Uniforms(torch.zeros(1, 2), torch.zeros(1)))
 
 
 def test_all_children_rejected_draws_from_what_is_left():
