@@ -94,6 +94,15 @@ def walk_links(tokens: Tensor, tree_links: Links, levels: int, rule: Rule, rng: 
     return Verdict(path, (path >= 0).sum(1), rule.finish(rng))
 
 
+def plain(tree: Tree, p: Probs, rng: Rng) -> Verdict:
+    """A step without drafts, for rules that compare p with q: drafts without a q are an error, which is no case for them."""
+    if tree.tokens.shape[1] > 1:
+        raise ValueError(f"drafts of the law {tree.law} came without the q that they were drawn from")
+    root = torch.zeros_like(tree.tokens[:, 0])
+    path = torch.nn.functional.pad(root[:, None], (0, tree.levels), value=-1)
+    return Verdict(path, root + 1, rng.pick(p(root)))
+
+
 # -- the rules ---------------------------------------------------------------------------------------------------------
 
 
@@ -127,13 +136,29 @@ class GreedyRule:
         self.choose = choose
 
     def enter(self, node: Tensor, moving: Tensor) -> None:
-        self.choice = _update(self, "choice", moving, self.choose(node))
+        self.choice = rows_that_move(self, "choice", moving, self.choose(node))
 
     def accept(self, child: Tensor, token: Tensor, trying: Tensor, rng: Rng) -> Tensor:
         return trying & (token == self.choice) & (token >= 0)  # -1 is no token
 
     def finish(self, rng: Rng) -> Tensor:
         return self.choice
+
+
+def sample_and_match(tree: Tree, p: Probs, rng: Rng) -> Verdict:
+    """Draw from p at every node that is reached, and walk on to the child that equals the draw."""
+    return walk(tree, MatchRule(p, rng), rng)
+
+
+class MatchRule(GreedyRule):
+    """The draw is the token that is emitted, whether or not a child equals it."""
+
+    def __init__(self, rows: Callable[[Tensor], Tensor], rng: Rng):
+        self.rows, self.rng = rows, rng
+
+    def enter(self, node: Tensor, moving: Tensor) -> None:
+        law = torch.where(moving[:, None], self.rows(node), 0.0)  # rows that stand still draw nothing
+        self.choice = rows_that_move(self, "choice", moving, self.rng.pick(law))
 
 
 def target_only(tree: Tree, p: Probs, rng: Rng, single: float = 1.0, acc: float = 1.0) -> Verdict:
@@ -170,10 +195,10 @@ class TargetOnlyRule:
 
     def enter(self, node: Tensor, moving: Tensor) -> None:
         p = self.rows(node)
-        self.p = self.residual = _update(self, "residual", moving, p)
-        self.sum = _update(self, "sum", moving, torch.zeros_like(p[:, 0]))
-        self.coin = _update(self, "coin", moving, node)
-        self.last = _update(self, "last", moving, torch.full_like(node, -1))
+        self.p = self.residual = rows_that_move(self, "residual", moving, p)
+        self.sum = rows_that_move(self, "sum", moving, torch.zeros_like(p[:, 0]))
+        self.coin = rows_that_move(self, "coin", moving, node)
+        self.last = rows_that_move(self, "last", moving, torch.full_like(node, -1))
 
     def accept(self, child: Tensor, token: Tensor, trying: Tensor, rng: Rng) -> Tensor:
         token, real = _in_range(token, self.p.shape[1])
@@ -214,9 +239,9 @@ class PointRule:
 
     def enter(self, node: Tensor, moving: Tensor) -> None:
         p = self.rows(node)
-        self.residual = _update(self, "residual", moving, p)
-        self.left = _update(self, "left", moving, p.sum(1, dtype=torch.float64))
-        self.last = _update(self, "last", moving, torch.full_like(node, -1))
+        self.residual = rows_that_move(self, "residual", moving, p)
+        self.left = rows_that_move(self, "left", moving, p.sum(1, dtype=torch.float64))
+        self.last = rows_that_move(self, "last", moving, torch.full_like(node, -1))
 
     def accept(self, child: Tensor, token: Tensor, trying: Tensor, rng: Rng) -> Tensor:
         mass = self.residual.gather(1, token[:, None])[:, 0].double()
@@ -244,9 +269,9 @@ class DrawnRule:
         self.without_replacement = tree.law == "without_replacement"
 
     def enter(self, node: Tensor, moving: Tensor) -> None:
-        self.residual = _update(self, "residual", moving, self.rows(node))
+        self.residual = rows_that_move(self, "residual", moving, self.rows(node))
         q = self.law_of_children[torch.arange(node.shape[0], device=node.device), node]
-        self.q = _update(self, "q", moving, q)
+        self.q = rows_that_move(self, "q", moving, q)
 
     def accept(self, child: Tensor, token: Tensor, trying: Tensor, rng: Rng) -> Tensor:
         token = token[:, None]
@@ -287,7 +312,7 @@ def _pick_left(residual: Tensor, last: Tensor, rng: Rng) -> Tensor:
     return rng.pick(residual.scatter(1, index, weight))
 
 
-def _update(rule: Rule, name: str, moving: Tensor, new: Tensor) -> Tensor:
+def rows_that_move(rule: Rule, name: str, moving: Tensor, new: Tensor) -> Tensor:
     """`new` for the rows that move, what the rule had for the others."""
     old = getattr(rule, name, None)
     if old is None:

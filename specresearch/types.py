@@ -206,6 +206,7 @@ class Verifier:
     # How the white box may replay it from p, q and the tree; None: not at all. "by_law": children are tried in order, by
     # the rule of the tree's law. "given_tree": whatever the tree, the token after each accepted node follows p.
     replay: Literal["by_law", "given_tree"] | None = None
+    tv_bound: float | None = None  # of a lossy rule: the law of one token, given those before it, shifts by no more
 
     def verify(self, tree: Tree, p: Probs, rng: Rng) -> Verdict:
         raise NotImplementedError

@@ -17,14 +17,21 @@ from specresearch.trees.best_first import BestFirstTree
 from specresearch.trees.dynamic import DynamicTree
 from specresearch.trees.static import Chain, StaticTree
 from specresearch.types import Drafter, UserError, Verifier
+from specresearch.verifiers.block import Block
 from specresearch.verifiers.greedy import Greedy
 from specresearch.verifiers.rejection import Rejection
+from specresearch.verifiers.sample_and_match import SampleAndMatch
+from specresearch.verifiers.spectr import SpecTr
 from specresearch.verifiers.target_only import TargetOnly
+from specresearch.verifiers.traversal import Traversal
 
 ROOT = Path(__file__).parents[1]
 NEEDED = {
     ("drafter", "small_lm"): ["drafter.layers=1"],
     ("verifier", "typical"): ["lossy=allow"],
+    ("verifier", "block"): ["temperature=1", "tree=chain"],
+    ("verifier", "traversal"): ["temperature=1", "tree=static", "tree.draw=without_replacement"],
+    ("verifier", "spectr"): ["temperature=1", "tree=static", "tree.draw=iid"],
     ("tree", "optimal"): ["tree.acceptance=[[0.6,0.2],[0.5]]"],
     ("prompts", "text"): ["prompts.text=hello"],
     ("prompts", "file"): [f"prompts.path={ROOT}/specresearch/prompts/builtin.jsonl"],
@@ -112,6 +119,13 @@ SAMPLED_CHAIN = Chain(depth=2, temperature=1)
         (Fussy(), BestFirstTree(depth=2, topk=2, size=4, temperature=1, draw="without_replacement"), 1.0, False),
         (ChainOnly(), STATIC, 1.0, False),
         (ChainOnly(), SAMPLED_CHAIN, 1.0, True),
+        (Block(), SAMPLED_CHAIN, 1.0, True),
+        (Block(), Chain(depth=2, temperature=1, draw="topk"), 1.0, False),
+        (Traversal(), SAMPLED_CHAIN, 1.0, True),
+        (Traversal(), StaticTree(temperature=1, widths=[2], draw="iid"), 1.0, False),
+        (SpecTr(), BestFirstTree(depth=2, topk=2, size=4, temperature=1, draw="iid"), 1.0, False),
+        (SpecTr(), StaticTree(temperature=1, widths=[2], draw="iid"), 1.0, True),
+        (SampleAndMatch(), DynamicTree(depth=2, topk=2, size=4, temperature=1), 1.0, True),
     ],
 )
 def test_misfits_are_refused_with_the_name_of_one_that_fits(verifier, policy, temperature, fits):
@@ -120,6 +134,20 @@ def test_misfits_are_refused_with_the_name_of_one_that_fits(verifier, policy, te
     else:
         with pytest.raises(UserError, match="verifier=rejection"):
             check_fit(Drafter(), policy, verifier, temperature, "refuse")
+
+
+@pytest.mark.parametrize(
+    ("verifier", "advice"),
+    [
+        (Block(), "tree=chain tree.draw=iid"),
+        (Traversal(), "tree.draw=without_replacement"),
+        (SpecTr(), "tree.draw=iid"),
+    ],
+)
+def test_the_refusal_names_the_draw_that_the_rule_needs(verifier, advice):
+    policy = Chain(depth=2, temperature=1, draw="topk")
+    with pytest.raises(UserError, match=advice):
+        check_fit(Drafter(), policy, verifier, 1.0, "refuse")
 
 
 def test_lossy_rules_run_when_allowed():

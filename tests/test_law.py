@@ -1,147 +1,143 @@
 """Every verifier's law by enumeration on three tokens: the shipped code, every random outcome, against p to 1e-12."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from mutants import CHAIN, CONTROLS, MUTANTS, wide
 
-from specresearch.kernels.verify import DrawnRule, TargetOnlyRule, walk
-from specresearch.lossless.exact import Table, completed_law, total_variation
-from specresearch.trees.best_first import BestFirstTree
-from specresearch.trees.dynamic import DynamicTree
-from specresearch.trees.static import Chain, StaticTree
-from specresearch.types import Verifier
+from specresearch.lossless.enumeration import (
+    Enumerator,
+    Scripts,
+    Table,
+    complete,
+    completed_laws,
+    outcomes,
+    total_variations,
+)
+from specresearch.lossless.exact import cell_of, certificates, certify, instances, shapes, shapes_for
+from specresearch.types import Verdict, Verifier
+from specresearch.verifiers.block import Block
+from specresearch.verifiers.greedy import Greedy
 from specresearch.verifiers.rejection import Rejection
+from specresearch.verifiers.sample_and_match import SampleAndMatch
+from specresearch.verifiers.spectr import SpecTr
 from specresearch.verifiers.target_only import TargetOnly
+from specresearch.verifiers.traversal import Traversal
+from specresearch.verifiers.typical import Typical
 
-V = 3
-
-
-def policies():
-    for draw in ("topk", "iid"):
-        yield f"chain-{draw}", Chain(depth=2, temperature=1, draw=draw)
-    for draw in ("topk", "without_replacement", "iid"):
-        yield f"wide-{draw}", StaticTree(temperature=1, draw=draw, widths=[3])
-        yield f"2x2-{draw}", StaticTree(temperature=1, draw=draw, widths=[2, 2])
-        yield f"best-first-{draw}", BestFirstTree(size=4, depth=2, topk=2, temperature=1, draw=draw)
-        yield f"dynamic-{draw}", DynamicTree(size=4, depth=2, topk=2, temperature=1, draw=draw)
+LOSSLESS = [Rejection(), Greedy(), TargetOnly(), SampleAndMatch(), Block(), Traversal(), SpecTr()]
+CASES = [(verifier, shape) for verifier in LOSSLESS for shape in shapes_for(verifier)]
 
 
-POLICIES = dict(policies())
+@pytest.mark.parametrize(("verifier", "shape"), CASES, ids=lambda x: x if isinstance(x, str) else type(x).__name__)
+def test_every_rule_is_exact_on_every_tree_that_it_declares(verifier, shape):
+    found = certify(verifier, shapes()[shape], shape, least=12)
+    assert found.worst < 1e-12 and found.verdict == "exact" and found.counter_example is None
+    assert (found.cells, found.all_cells) == (12, 12) and found.instances >= 19
 
 
-def tables(seed: int, policy) -> tuple[Table, Table]:
-    generator = torch.Generator().manual_seed(seed)
-    zeros = 0.3 if seed % 3 == 2 else 0.0
-    p = Table.random(V, policy.depth + 1, generator, zeros)
-    q = p if seed % 5 == 4 else Table.random(V, policy.depth + 1, generator, zeros)
-    return p, q
-
-
-def worst(policy, verifier, seeds=range(6)) -> float:
-    return max(total_variation(completed_law(policy, verifier, p, q), p) for p, q in (tables(s, policy) for s in seeds))
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_rejection_is_exact(name):
-    seeds = range(5) if "2x2-" in name else range(10)
-    assert worst(POLICIES[name], Rejection(), seeds) < 1e-12
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_target_only_is_exact(name):
-    assert worst(POLICIES[name], TargetOnly(), range(4)) < 1e-12
-
-
-@pytest.mark.parametrize("name", ["2x2-topk", "chain-topk"])
-def test_point_mass_p_is_exact(name):
+@pytest.mark.parametrize("verifier", [Rejection(), TargetOnly(), SampleAndMatch()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("shape", ["2x2 topk", "chain topk"])
+def test_point_mass_p_is_exact(verifier, shape):
     """Temperature 0: p is one-hot, every rule becomes greedy."""
-    from specresearch.verifiers.greedy import Greedy
-
-    generator = torch.Generator().manual_seed(0)
-    policy = POLICIES[name]
-    for _ in range(5):
-        p = Table.random(V, policy.depth + 1, generator)
-        p.laws = torch.nn.functional.one_hot(p.laws.argmax(-1), V).double()
-        q = Table.random(V, policy.depth + 1, generator)
-        for verifier in (Rejection(), TargetOnly(), Greedy()):
-            assert total_variation(completed_law(policy, verifier, p, q), p) < 1e-12
+    p, q = instances(3, 3, 12, torch.Generator().manual_seed(0))
+    laws = completed_laws(shapes()[shape], verifier, p.one_hot(), q)
+    assert float(total_variations(laws, p.one_hot()).max()) < 1e-12
 
 
-# -- planted faults: the exact check must see each of them --------------------------------------------------------------
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_faults_are_seen(name):
+    verifier, policy = MUTANTS[name]
+    found = certify(verifier, policy, name, least=12)
+    assert found.worst > 1e-3 and found.verdict == "biased" and "wanted" in found.counter_example
 
 
-class Fault(Verifier):
-    def __init__(self, rule):
-        self.rule = rule
+@pytest.mark.parametrize("name", CONTROLS)
+def test_correct_variants_pass(name):
+    verifier, policy = CONTROLS[name]
+    assert certify(verifier, policy, name, least=12).worst < 1e-12
+
+
+# -- lossy rules ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("single", "acc"), [(1.0, 0.7), (0.5, 1.0), (0.5, 0.7), (0.8, 0.6)])
+def test_the_bound_of_target_only_holds_and_is_reached(single, acc):
+    verifier = TargetOnly(threshold_single=single, threshold_acc=acc)
+    bound = 1 - min(single, acc)
+    assert verifier.tv_bound == pytest.approx(bound) and f"{bound:.3g}" in verifier.lossy
+    g = torch.Generator().manual_seed(0)
+    p, q = (Table.stack([Table.random(3, 2, g) for _ in range(400)]) for _ in range(2))
+    laws = completed_laws(wide("topk", 3), verifier, p, q).view(400, 3, 3).sum(2)
+    distance = 0.5 * (laws - p.of_root()).abs().sum(1)
+    assert 0.8 * bound < float(distance.max()) <= bound + 1e-12
+
+
+def test_lossy_rules_are_called_so():
+    found = certify(Typical(), shapes()["2x2 topk"], "2x2 topk", least=12)
+    assert found.verdict == "lossy" and found.worst > 0.1 and found.counter_example
+
+
+# -- a user's own --------------------------------------------------------------------------------------------------------
+
+
+class FirstChild(Verifier):
+    """Accepts the first child blindly."""
+
+    laws = frozenset({"point"})
 
     def verify(self, tree, p, rng):
-        return walk(tree, self.rule(p, tree), rng)
+        zero = torch.zeros_like(tree.tokens[:, 0])
+        path = torch.full((len(zero), tree.levels + 1), -1)
+        path[:, 0], path[:, 1] = 0, 1
+        return Verdict(path, zero + 2, rng.pick(p(zero + 1)))
 
 
-class WithReplacementRule(DrawnRule):
-    """Children drawn without replacement, judged as if they were iid."""
+class NoPath(SampleAndMatch):
+    """The right tokens, but a path that leads nowhere: the wrong K and V would be kept."""
 
-    def __init__(self, p, tree):
-        super().__init__(p, tree)
-        self.without_replacement = False
-
-
-class ResampleFromP(DrawnRule):
-    """The residual is forgotten: p itself after a rejection."""
-
-    def accept(self, child, token, trying, rng):
-        before = self.residual
-        ok = super().accept(child, token, trying, rng)
-        self.residual = before
-        return ok
+    def verify(self, tree, p, rng):
+        verdict = super().verify(tree, p, rng)
+        return replace(verdict, path=torch.where(verdict.path > 0, verdict.path - 1, verdict.path))
 
 
-class SquareRoot(DrawnRule):
-    def accept(self, child, token, trying, rng):
-        rng_accept = rng.accept
-        rng.accept = lambda coin, threshold: rng_accept(coin, threshold.clamp(min=0).sqrt())
-        try:
-            return super().accept(child, token, trying, rng)
-        finally:
-            rng.accept = rng_accept
+def test_a_rule_of_the_users_own():
+    found = list(certificates(FirstChild(), least=12))
+    assert {c.law for c in found} == {"point"} and {c.verdict for c in found} == {"biased"}
+    assert found[0].rule == "test_law" and "p = " in found[0].counter_example
+    assert certify(NoPath(), CHAIN, "chain", least=12).worst > 0.01
 
 
-class SharedCoin(DrawnRule):
-    """One coin for all children of a node, in a rule that needs a fresh one for each."""
-
-    def accept(self, child, token, trying, rng):
-        return super().accept(torch.zeros_like(child), token, trying, rng)
+# -- the instrument itself -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        ("2x2-without_replacement", WithReplacementRule),
-        ("chain-iid", ResampleFromP),
-        ("chain-iid", SquareRoot),
-        ("wide-iid", SharedCoin),
-    ],
-)
-def test_planted_faults_are_seen(name, rule):
-    assert worst(POLICIES[name], Fault(rule)) > 1e-3
+def test_cells():
+    p, q = instances(2, 3, 40, torch.Generator().manual_seed(1))
+    cells = cell_of(p.of_root(), q.of_root())
+    assert len(cells[cells >= 0].unique()) == 12 and (cells[:40] >= 0).all()
+    assert (p.laws == q.laws).flatten(1).all(1).sum() >= 3 and (p.laws == 0).any()
+    assert torch.allclose(p.laws.sum(-1), torch.ones(()).double())
 
 
-def test_softmax_q_for_topk_children_is_seen():
-    """Re-ranked or top-k children must not be judged by the q that ranked them."""
-    policy = StaticTree(temperature=1, draw="iid", widths=[1, 1])
-    policy.draw = "topk"  # deterministic children, while law and q still claim a draw
-    assert worst(policy, Rejection()) > 0.05
+def test_all_outcomes_add_up_to_one():
+    p, q = instances(3, 3, 12, torch.Generator().manual_seed(2))
+    parts = list(outcomes(shapes()["best-first iid"], Rejection(), p, q))
+    total = torch.zeros(len(p), dtype=torch.float64)
+    for part in parts:
+        total.index_add_(0, part.instance, part.weight)
+    assert torch.allclose(total, torch.ones_like(total), atol=1e-12)
+    assert torch.allclose(complete(p, iter(parts)).sum(1), total, atol=1e-12)
 
 
-class CountsDuplicates(TargetOnlyRule):
-    """A repeated sibling adds its mass to the running sum again."""
-
-    def __init__(self, p, tree):
-        super().__init__(p, 1.0, 1.0, repeats=True)
-
-
-def test_duplicate_siblings():
-    policy = StaticTree(temperature=1, draw="iid", widths=[2])
-    policy.law = "point"
-    assert worst(policy, Rejection()) < 1e-12
-    assert worst(policy, TargetOnly()) < 1e-12
-    assert worst(policy, Fault(CountsDuplicates)) > 1e-3
+def test_a_coin_that_is_asked_again_keeps_what_it_showed():
+    """u < 1/2 is followed by u < 1/4 with chance 1/2, and never by u >= 3/4."""
+    pending, found = [Scripts.start(1)], {}
+    while pending:
+        rng = Enumerator(Scripts.join(pending))
+        answers = [rng.accept(7, torch.full((len(rng.rows),), t)) for t in (0.5, 0.25, 0.75)]
+        for row, weight in enumerate(rng.weight.tolist()):
+            found[tuple(bool(a[row]) for a in answers)] = weight
+        pending = rng.untried
+    assert found == {(True, True, True): 0.25, (True, False, True): 0.25, (False, False, True): 0.25,
+                     (False, False, False): 0.25}  # fmt: skip

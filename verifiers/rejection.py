@@ -1,4 +1,4 @@
-"""Lossless rejection sampling. The tree's law, and not the user, decides which rule applies.
+"""Lossless rejection sampling, by the rule that belongs to the way in which children were chosen: `tree.law` decides.
 
 - chain, or children drawn iid from q: accept x if u < p(x)/q(x), else p <- norm (p - q)+ and go on with the next child
   (Leviathan et al. 2023, arXiv:2211.17192, algorithm 1; SpecInfer, Miao et al. 2023, arXiv:2305.09781, algorithm 2);

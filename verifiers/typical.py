@@ -17,6 +17,8 @@ from specresearch.types import Probs, Rng, Tree, UserError, Verdict, Verifier
 class Typical(Verifier):
     lossy = "plausible drafts are accepted without chance, so the law of the output is not the target's"
 
+    tv_bound = 1.0  # 1 - p(x) wherever x is accepted, and p(x) may be as small as the bar
+
     def __init__(self, *, posterior_threshold: float = 0.09, posterior_alpha: float = 0.3):
         for name, value in (("posterior_threshold", posterior_threshold), ("posterior_alpha", posterior_alpha)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:

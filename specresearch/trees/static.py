@@ -109,7 +109,8 @@ class StaticTree(TreePolicy):
 
 
 class Chain(StaticTree):
-    """One branch. Drawn from q by default above temperature 0, where the rule of Leviathan et al. accepts most."""
+    """One branch, a chain of drafts. Drawn from q by default above temperature 0, where the rule of Leviathan et al. accepts
+    most."""
 
     def __init__(self, *, depth: int, temperature: float, draw: str | None = None):
         positive(depth=depth)
