@@ -46,11 +46,15 @@ def settings_of(cfg: DictConfig) -> Settings:
     return Settings(*(values[name] for name in Settings.__dataclass_fields__))
 
 
+def sampler_of(cfg: DictConfig) -> Sampler:
+    values: Any = OmegaConf.to_object(cfg)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias")
+    return Sampler(**{name: values[name] for name in names})
+
+
 def build(cfg: DictConfig, target: Target | None = None) -> Parts:
     """All parts of a run, checked against each other. Raises UserError for a combination that would be wrong."""
-    sampling = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias")
-    values: Any = OmegaConf.to_object(cfg)
-    sampler = Sampler(**{key: values[key] for key in sampling})
+    sampler = sampler_of(cfg)
     make(cfg, "kernels")
     policy, verifier = make(cfg, "tree"), make(cfg, "verifier")
     check_fit(Drafter(), policy, verifier, sampler.temperature, cfg.lossy)  # before any model is loaded

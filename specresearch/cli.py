@@ -93,7 +93,10 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any]
             pooled = sum(len(each["output_ids"]) - 1 for each in lines) / steps if steps else None
             bar.update(task, completed=len(lines), note=f"accepted length {console.number(pooled)}")
             if length is not None:
-                tracker.log({"accept/answer_length": length, "accept/running_length": pooled or 0.0}, step=len(lines))
+                numbers = {"accept/answer_length": length, "accept/running_length": pooled or 0.0}
+                if measured.box.curve:  # of the blocks before
+                    numbers["lossless/log10_e"] = measured.box.curve[-1][1]
+                tracker.log(numbers, step=len(lines))
 
         streamer = Streamer(parts.target)
 

@@ -26,6 +26,15 @@ def fail(message: str) -> int:
     return 1
 
 
+def wide() -> Console:
+    """For tables that need room: as wide as the terminal, or as a long line where the output is no terminal."""
+    return out if out.is_terminal else Console(width=128, highlight=False)
+
+
+def note(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
 def progress() -> Progress:
     return Progress(
         TextColumn("{task.description}"),

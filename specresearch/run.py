@@ -13,7 +13,9 @@ from typing import Any
 from specresearch.conversations import Conversations, Settings, required_capacity
 from specresearch.decode import Decoder, Emission, Parts, Turn
 from specresearch.drafters.none import NoDrafter
+from specresearch.lossless.blackbox import BlackBox
 from specresearch.lossless.greedy import GreedyJudge, verdict_of
+from specresearch.lossless.reference import Reference, judge
 from specresearch.metrics import Block, Line, summarise
 from specresearch.prompts import Question
 from specresearch.trees.static import StaticTree
@@ -62,6 +64,10 @@ class Run:
         self.plain = Decoder(plain, **decoder, decode=parts.target.text, stop=settings.stop)
         exact = settings.batch_size == 1
         self.judge = GreedyJudge(parts.target, parts.sampler, exact_replay=exact, tree_size=self.tree_size)
+        self.reference = Reference(parts.target, parts.sampler)
+        self.box = BlackBox()  # evidence of all finished blocks, above temperature 0
+        for block in self.blocks:
+            self._pool(block)
 
     def execute(self) -> None:
         """Answer what is left."""
@@ -109,6 +115,9 @@ class Run:
                 plain = lines if mode == "baseline" else plain
         if self.settings.check and self.parts.sampler.temperature == 0:
             block["check"] = self._check(plain)
+        elif self.settings.check and not self.parts.verifier.lossy:
+            block["evidence"] = judge(self.reference, self.fresh, BlackBox()).state()
+            self._pool(block)
         block["answers"] = len(self.fresh)
         append_lines(self.folder / "trace.jsonl", self.fresh)
         append_lines(self.folder / "blocks.jsonl", [block])
@@ -157,6 +166,10 @@ class Run:
             jobs.answered(Turn(job, ids, target.text(ids)))
         return {"tokens": tokens, "seconds": seconds}
 
+    def _pool(self, block: Block) -> None:
+        if "evidence" in block:
+            self.box.merge(BlackBox().load(block["evidence"]))
+
     def _check(self, plain: list[Line]) -> list[Line]:
         """Compare each answer with plain decoding's; where an earlier turn parted, the prompts differ and it stands alone."""
         baseline = {(line["id"], line["turn"]): line for line in plain}
@@ -176,9 +189,12 @@ class Run:
         drafted = sum(token >= 0 for line in self.lines for step in line["steps"] for token in step["tokens"][1:])
         if lossy := self.parts.verifier.lossy:
             return {"kind": "none", "verdict": "lossy", "reason": lossy}
-        if not self.settings.check or self.parts.sampler.temperature > 0:
-            reason = "check=false" if not self.settings.check else "no statistical test above temperature 0 yet"
-            return {"kind": "none", "verdict": "not_checked" if drafted else "not_exercised", "reason": reason}
+        if not self.settings.check:
+            return {"kind": "none", "verdict": "not_checked" if drafted else "not_exercised", "reason": "check=false"}
+        if self.parts.sampler.temperature > 0:
+            report = self.box.report()
+            found: str = "not_exercised" if report.verdict == "consistent" and not drafted else report.verdict
+            return {"kind": "black_box", **report.as_dict(), "verdict": found, "reason": report.says}
         results = [result for block in self.blocks for result in block.get("check", [])]
         evidence = {
             "answers": len(results),

@@ -245,7 +245,7 @@ class Target:
         """Measured time of a pass over `nodes` nodes; what is in the cache is lost."""
         raise NotImplementedError
 
-    def generate(self, prompt: list[int], budget: int, sampler: Any, stop: Sequence[str]) -> list[int]:
+    def generate(self, prompt: list[int], budget: int, sampler: Any, stop: Sequence[str], **extra: Any) -> list[int]:
         """The outside baseline of `baseline=hf` -> the new tokens."""
         raise NotImplementedError
 

@@ -102,9 +102,42 @@ def test_check_without_a_baseline_teacher_forces(run, tmp_path):
     assert summary["lossless"]["equal"] == 3
 
 
-def test_sampling_is_not_checked_yet(run, tmp_path):
-    assert run("limit=2", "temperature=1", "tree=chain", "drafter=small_lm", "drafter.layers=1")[0] == 0
-    assert load(tmp_path / "run")[0]["lossless"]["verdict"] == "not_checked"
+def test_sampled_answers_are_judged_by_the_black_box(run, tmp_path):
+    status, text, _ = run("limit=2", "temperature=1", "tree=chain", "drafter=small_lm", "drafter.layers=1")
+    summary, lines = load(tmp_path / "run")
+    found = summary["lossless"]
+    assert status == 0 and found["verdict"] == "consistent" and found["kind"] == "black_box"
+    assert found["tokens"] == sum(len(line["output_ids"]) for line in lines)
+    assert 0 < found["resolution"] <= 1
+    assert f"would have seen a bias of TV {found['resolution']:.2g}" in text
+
+
+def test_a_biased_rule_is_a_violation_of_the_run(run, tmp_path, monkeypatch):
+    """All drafts are kept: 40 answers are enough to see it, and resuming pools what was seen before."""
+    from specresearch.verifiers.rejection import Rejection
+
+    rejection = Rejection.verify
+
+    class Credulous:
+        def __init__(self, rng):
+            self.rng = rng
+
+        def __getattr__(self, name):
+            return getattr(self.rng, name)
+
+        def accept(self, coin_id, threshold):
+            return threshold > 0
+
+        def uniforms(self, nodes):
+            return None
+
+    monkeypatch.setattr(Rejection, "verify", lambda self, tree, p, rng: rejection(self, tree, p, Credulous(rng)))
+    arguments = ["limit=40", "max_new_tokens=12", "temperature=1", "baseline=false"]
+    status, *_ = run(*arguments, "tree=chain", "drafter=small_lm", "drafter.layers=1")
+    found = load(tmp_path / "run")[0]["lossless"]
+    assert (status, found["verdict"]) == (2, "violation")
+    blocks = (tmp_path / "run" / "blocks.jsonl").read_text().splitlines()
+    assert all("evidence" in json.loads(block) for block in blocks)
 
 
 def test_lossy_runs_say_so(run, tmp_path):

@@ -9,7 +9,7 @@ from specresearch.drafters.ngram import NGram
 from specresearch.drafters.none import NoDrafter
 from specresearch.drafters.small_lm import SmallLM
 from specresearch.kernels.verify import PointRule
-from specresearch.lossless.greedy import GreedyJudge, verdict_of
+from specresearch.lossless.greedy import GreedyJudge, calibrate, verdict_of
 from specresearch.models import tiny
 from specresearch.models.hf import HFModel
 from specresearch.sampling import Sampler
@@ -126,7 +126,7 @@ def test_ties_are_no_faults(model, monkeypatch, nudge):
     if turn.output_ids == plain[0].output_ids:
         pytest.skip("the pair is not the argmax on this seed")
     judge = GreedyJudge(model, Sampler(), exact_replay=True, tree_size=64)
-    judge.noise = judge._calibrate(turn.line())
+    judge.noise = calibrate(judge.target, turn.line())
     object.__setattr__(judge.noise, "gap", 1e-3)
     object.__setattr__(judge.noise, "logit", 1e-3)
     found = judge.compare(turn.line(), plain[0].output_ids)

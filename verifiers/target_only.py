@@ -3,9 +3,9 @@
 Lossless at thresholds of 1: the distinct children and the rest partition [0, 1). (A tried token has no mass left here, so
 a repeated sibling is dead; counted twice, as elsewhere, it would bias the output.) `threshold_single` accepts any child
 with p at or above it; `threshold_acc` divides the running sum. Below 1 both bias the output, and the law of a token shifts by
-at most TV 1 - min(threshold_single, threshold_acc). To see it, let S be the mass of the children before the first, of mass m, whose
-acceptance is sure: m >= single or S + m >= acc, and S < acc. What is gained by some tokens, and lost by others, is the larger
-of S / acc - S < 1 - acc and 1 - S - m. A single child of mass m = acc or m = single reaches the bound.
+at most TV 1 - min(threshold_single, threshold_acc). For S = the mass of the children before the first, of mass m, whose
+acceptance is sure (m >= single or S + m >= acc; S < acc): what some tokens gain and others lose is the larger of
+S / acc - S < 1 - acc and 1 - S - m. A single child of mass m = acc or m = single reaches the bound.
 At thresholds of 1 a node is accepted with probability p(its children), as under the point-mass rule.
 """
 

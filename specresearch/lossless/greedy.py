@@ -97,7 +97,7 @@ class GreedyJudge:
         return self.sampler.process(output.logits, step.tokens, step.length + 1, probs.path)[0]
 
     def _judge(self, line: Line, at: int, emitted: int, one: Tensor) -> Line:
-        noise = self.noise = self.noise or self._calibrate(line)
+        noise = self.noise = self.noise or calibrate(self.target, line)
         verify = self._replay(line, at)
         reference = self._reference(line, at)
         error = max(float((x - reference).abs().max()) for x in (one, verify))
@@ -141,14 +141,48 @@ class GreedyJudge:
         tokens, length = torch.tensor([known], device=device), torch.tensor([len(known)], device=device)
         return self.sampler.process(logits[None], tokens, length)[0, 0]
 
-    def _calibrate(self, line: Line, positions: int = 64) -> Noise:
-        """One-token against whole-sequence logits of the same tokens, both by the model's own forward."""
-        ids = line["prompt_ids"] + line["output_ids"]
-        places = list(range(max(len(ids) - positions, 0), len(ids)))
-        one, whole = (self.target.reference(ids, places, one_by_one).double() for one_by_one in (True, False))
-        top = one.topk(2, -1).indices
-        gaps = [x.gather(1, top) @ x.new_tensor([1.0, -1.0]) for x in (one, whole)]
-        return Noise(float((gaps[0] - gaps[1]).abs().max()), float((one - whole).abs().max()), len(places))
+
+class TokensJudge:
+    """Judges answers of any engine at temperature 0 by their tokens alone: each must be the target's best, up to rounding.
+
+    The logits are those of the model's own whole-sequence forward: no tree, no cache, no position of ours takes part.
+    """
+
+    def __init__(self, target: Target, sampler: Sampler):
+        self.target, self.sampler = target, sampler
+        self.noise: Noise | None = None
+        self.tokens = 0
+        self.near_ties: list[Line] = []
+        self.violations: list[Line] = []
+
+    @property
+    def verdict(self) -> str:
+        return "violation" if self.violations else "near_tie" if self.near_ties else "lossless"
+
+    @torch.inference_mode()
+    def add(self, line: Line) -> None:
+        first = len(line["prompt_ids"])
+        ids = torch.tensor([*line["prompt_ids"], *line["output_ids"]], device=self.target.device)
+        places = torch.arange(first - 1, len(ids) - 1, device=ids.device)
+        logits = self.target.plain(ids[None, :-1], places)[0]
+        logits = self.sampler.process(logits[:, None], ids.expand(len(places), -1), places + 1)[:, 0].double()
+        short = logits.amax(-1) - logits.gather(1, ids[first:, None])[:, 0]
+        self.tokens += len(places)
+        for at in short.nonzero()[:, 0].tolist():
+            noise = self.noise = self.noise or calibrate(self.target, line)
+            entry = {"id": line["id"], "turn": line["turn"], "position": at, "emitted": int(ids[first + at])}
+            entry |= {"best": int(logits[at].argmax()), "gap": float(short[at]), "gap_noise": noise.gap}
+            (self.near_ties if entry["gap"] <= 2 * noise.gap else self.violations).append(entry)
+
+
+def calibrate(target: Target, line: Line, positions: int = 64) -> Noise:
+    """One-token against whole-sequence logits of the same tokens, both by the model's own forward."""
+    ids = line["prompt_ids"] + line["output_ids"]
+    places = list(range(max(len(ids) - positions, 0), len(ids)))
+    one, whole = (target.reference(ids, places, one_by_one).double() for one_by_one in (True, False))
+    top = one.topk(2, -1).indices
+    gaps = [x.gather(1, top) @ x.new_tensor([1.0, -1.0]) for x in (one, whole)]
+    return Noise(float((gaps[0] - gaps[1]).abs().max()), float((one - whole).abs().max()), len(places))
 
 
 def _top2(logits: Tensor) -> tuple[dict[int, float], float]:

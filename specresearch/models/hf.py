@@ -334,9 +334,11 @@ class HFModel(Target):
         return torch.stack(rows)
 
     @torch.inference_mode()
-    def generate(self, prompt: list[int], budget: int, sampler: Sampler, stop: Sequence[str]) -> list[int]:
-        """transformers' own `generate` under the same settings: the outside baseline."""
-        kwargs: dict[str, Any] = {"do_sample": sampler.temperature > 0}
+    def generate(
+        self, prompt: list[int], budget: int, sampler: Sampler, stop: Sequence[str], **extra: Any
+    ) -> list[int]:
+        """transformers' own `generate` under the same settings: the outside baseline. `extra`: its assisted modes."""
+        kwargs: dict[str, Any] = {"do_sample": sampler.temperature > 0, **extra}
         if sampler.temperature > 0:
             kwargs |= {"temperature": sampler.temperature, "top_k": sampler.top_k, "top_p": sampler.top_p}
             kwargs |= {"min_p": sampler.min_p or None}
