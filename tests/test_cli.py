@@ -103,13 +103,13 @@ def test_check_without_a_baseline_teacher_forces(run, tmp_path):
 
 
 def test_sampled_answers_are_judged_by_the_black_box(run, tmp_path):
-    status, text, _ = run("limit=2", "temperature=1", "tree=chain", "drafter=small_lm", "drafter.layers=1")
+    status, text, _ = run("limit=7", "temperature=1", "tree=chain", "drafter=small_lm", "drafter.layers=1")
     summary, lines = load(tmp_path / "run")
     found = summary["lossless"]
     assert status == 0 and found["verdict"] == "consistent" and found["kind"] == "black_box"
     assert found["tokens"] == sum(len(line["output_ids"]) for line in lines)
-    assert 0 < found["resolution"] <= 1
-    assert f"would have seen a bias of TV {found['resolution']:.2g}" in text
+    assert 0 < found["resolution"] < 1
+    assert f"would have seen a bias of TV {found['resolution']:.2g}" in " ".join(text.split())
 
 
 def test_a_biased_rule_is_a_violation_of_the_run(run, tmp_path, monkeypatch):

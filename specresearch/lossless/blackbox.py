@@ -53,12 +53,10 @@ class Report:
         if self.verdict == "violation":
             named = f"; questions that stand out: {', '.join(map(str, self.suspects[:5]))}" if self.suspects else ""
             return f"after {self.stopped_at:,} tokens the evidence is 10^{self.log10_e_sup:.1f} to 1{named}"
-        seen = (
-            ""
-            if self.resolution is None
-            else f"; would have seen a bias of TV {self.resolution:.2g} with probability 0.9"
-        )
-        return f"{self.tokens:,} tokens, log10 E {self.log10_e:.2f}{seen}"
+        if self.resolution is None or self.resolution >= 1:
+            return f"{self.tokens:,} tokens, too few to see any bias"
+        seen = f"would have seen a bias of TV {self.resolution:.2g} with probability 0.9"
+        return f"{self.tokens:,} tokens, log10 E {self.log10_e:.2f}; {seen}"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
