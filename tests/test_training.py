@@ -45,7 +45,8 @@ SCHEDULE = Schedule(
     **{"beta2": 0.95, "pack_tokens": 100, "accumulate": 1, "seed": 0},
     **{"checkpoint_seconds": 1e9, "evaluate_steps": 1000, "evaluate_dialogues": 8},
 )
-EAGLE = {"steps": 3, "decay": 0.8, "keep": 1.0, "draft_vocab": 120, "taps": (2, 3, 3), "fc_norm": True, "own_kv": True}
+EAGLE = {"steps": 3, "decay": 0.8, "keep": 1.0, "draft_vocab": 120, "taps": (2, 3, 3), "fc_norm": True}
+EAGLE |= {"own_kv": True, "tied": False}
 
 
 def questions(count, start=0):

@@ -34,7 +34,7 @@ class Eagle1:
         name: str = "eagle1",
     ):
         self.target, self.law_weight, self.noise, self.steps = target, law_weight, noise, steps
-        config = eagle_config(target, 1, target.vocab_size, ("norm",), False, own_kv)
+        config = eagle_config(target, 1, target.vocab_size, ("norm",), False, own_kv, tied=True)
         self.normed = library.columns(("norm",), config.hidden_size)
         self.module = EagleHead(config).to(device=target.device, dtype=target.dtype)
         self.module.adopt(target.model.get_input_embeddings().weight, target.head.weight)

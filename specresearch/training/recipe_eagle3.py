@@ -28,7 +28,7 @@ from specresearch.types import Tap
 
 
 class Eagle3:
-    """Trains fc, the layer, its norms and its own vocabulary matrix; the embedding stays the target's."""
+    """Trains fc, the layer, its norms and, if it is its own, the vocabulary matrix; the embedding stays the target's."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class Eagle3:
         taps: Sequence[Tap] | None,
         fc_norm: bool,
         own_kv: bool,
+        tied: bool,
         answers_only: bool = False,
         linear_heads: int = 0,
         start: str | None = None,
@@ -51,7 +52,7 @@ class Eagle3:
         self.answers_only = answers_only
         taps = tuple(taps or default_taps(len(target.blocks)))
         draft_vocab = min(draft_vocab, target.vocab_size)
-        config = eagle_config(target, 3, draft_vocab, taps, fc_norm, own_kv)
+        config = eagle_config(target, 3, draft_vocab, taps, fc_norm, own_kv, tied)
         self.columns = library.columns(taps, config.target_hidden_size)
         self.normed = library.columns(("norm",), config.target_hidden_size)
         kept = draft_tokens(target, library, draft_vocab)
@@ -59,6 +60,7 @@ class Eagle3:
         probe = library.pack(library.part(held_out=False)[:8])
         top = probe.features[:, self.columns[-config.hidden_size :]].float()
         scale = top.pow(2).mean(-1).sqrt().median()
+        head.vocabulary.keep(kept.to(target.device))
         head.adopt(target.model.get_input_embeddings().weight, target.head.weight)
         from_target_layers(head, target, kept.to(target.device), scale)
         if start is not None:

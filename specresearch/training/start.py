@@ -16,9 +16,10 @@ from specresearch.types import Tap, UserError
 
 
 def eagle_config(
-    target: HFModel, version: int, draft_vocab: int, taps: tuple[Tap, ...], fc_norm: bool, own_kv: bool
+    target: HFModel, version: int, draft_vocab: int, taps: tuple[Tap, ...], fc_norm: bool, own_kv: bool, tied: bool
 ) -> EagleConfig:
-    """As wide as the target. `own_kv`: as many K and V heads as queries, since the token comes in through V alone."""
+    """As wide as the target. `own_kv`: as many K and V heads as queries, since the token comes in through V alone. `tied`: the
+    vocabulary matrix is the target's own, not trained."""
     c: Any = target.model.config.get_text_config()
     heads, shared = c.num_attention_heads, getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     return EagleConfig(
@@ -35,7 +36,7 @@ def eagle_config(
         rms_norm_eps=c.rms_norm_eps,
         rope_theta=float(c.rope_parameters["rope_theta"]),
         fc_norm=fc_norm,
-        from_target=("embed_tokens.weight",) if version == 3 else ("embed_tokens.weight", "lm_head.weight"),
+        from_target=SHARED if tied else SHARED[:1],
     )
 
 
@@ -69,7 +70,6 @@ def from_target_layers(head: EagleHead, target: HFModel, kept: Tensor, scale: Te
     first: Any = target.blocks[0]
     last: Any = target.blocks[-1]
     c = head.config
-    head.vocabulary.keep(kept)
     head.lm_head.weight.copy_(target.head.weight[kept])
     head.norm.weight.copy_(target.model.base_model.norm.weight)
     nn.init.normal_(head.fc.weight, std=0.005 * (float(scale) if c.fc_norm else 1.0))
@@ -105,6 +105,9 @@ def from_head(head: EagleHead, folder: str, target: HFModel) -> None:
     head.load_state_dict(tensors, strict=False)
     if theirs.draft_vocab_size == ours.draft_vocab_size:
         head.vocabulary.keep(old.vocabulary.kept.to(head.vocabulary.kept))
+    if "lm_head.weight" in ours.from_target:
+        head.lm_head.weight.copy_(target.head.weight[head.vocabulary.kept])
+        return
     place = torch.full((target.vocab_size,), -1)
     place[old.vocabulary.kept] = torch.arange(theirs.draft_vocab_size)
     rows = place[head.vocabulary.kept.cpu()]
