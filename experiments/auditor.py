@@ -10,22 +10,27 @@ vocabulary, one with a part of it, one with tokens that it lacks. Each mode's to
 from __future__ import annotations
 
 import itertools
+import string
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, logging
 from transformers import __version__ as transformers_version
+from transformers.generation.candidate_generator import AssistantVocabTranslatorCache
 
 import specresearch
 from specresearch import audited
 from specresearch.conversations import Settings
+from specresearch.decode import Parts
 from specresearch.lossless.blackbox import BlackBox
 from specresearch.lossless.reference import Reference, judge
 from specresearch.prompts import Question
+from specresearch.types import UserError
 
 MERGES = [("t", "h"), ("h", "e"), ("i", "n"), ("e", "r"), ("a", "n")]  # what the assistant has and the target lacks
 
@@ -42,7 +47,7 @@ def assistant(folder: Path, kind: str) -> str:
     """Write an assistant -> its folder"""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     if kind == "part":
-        symbols = [s for s in symbols if not s.isupper()]  # transformers needs a token for the blank on both sides
+        symbols = [s for s in symbols if s not in string.ascii_uppercase]
     tokens = tokenizer(symbols, MERGES if kind == "other" else [])
     torch.manual_seed(7)
     config = LlamaConfig(
@@ -51,26 +56,33 @@ def assistant(folder: Path, kind: str) -> str:
         **{"num_key_value_heads": 4, "max_position_embeddings": 4096, "initializer_range": 0.5},
         **{"eos_token_id": tokens.eos_token_id, "bos_token_id": None, "pad_token_id": tokens.pad_token_id},
     )
+    logging.disable_progress_bar()
     LlamaForCausalLM(config).save_pretrained(folder / kind)
     tokens.save_pretrained(folder / kind)
     return str(folder / kind)
 
 
-def modes(folder: Path) -> Iterator[tuple[str, str]]:
-    yield "plain", "none"
-    yield "prompt lookup", "lookup"
-    yield "assistant, same vocabulary", assistant(folder, "same")
-    yield "assistant, part of the vocabulary", assistant(folder, "part")
-    yield "assistant, tokens that the target lacks", assistant(folder, "other")
+def modes(folder: Path) -> Iterator[tuple[str, str, bool]]:
+    """-> what is audited, the assistant, whether transformers prunes its head to the shared tokens (as it does by itself)"""
+    yield "plain", "none", True
+    yield "prompt lookup", "lookup", True
+    yield "assistant, same vocabulary", assistant(folder, "same"), True
+    for kind, name in (("part", "a part of the vocabulary"), ("other", "tokens that the target lacks")):
+        yield f"assistant, {name}", assistant(folder, kind), True
+        yield f"assistant, {name}; head not pruned", assistant(folder, kind), False
 
 
-def audit(parts, where: str, tokens: int) -> BlackBox:
+def audit(parts: Parts, where: str, prune: bool, tokens: int) -> BlackBox:
     words = ["the rain in spain", "then her thin hand", "an errand in the inn", "he ran there and then"]
     questions = [Question(i, "text", (text,)) for i, text in enumerate(words)]
     settings = Settings(0, None, 32, 1, [], False, False, False)
-    lines = audited.Generation(parts.target, where).answers(questions, settings, parts.sampler)
-    box = BlackBox()
-    reference = Reference(parts.target, parts.sampler)
+    generation = audited.Generation(parts.target, where)
+    if not prune:  # transformers asks this cache first
+        extra: Any = generation.extra
+        made = (extra["assistant_tokenizer"], parts.target.vocab_size, extra["assistant_model"], False)
+        AssistantVocabTranslatorCache.get_translator(extra["tokenizer"], *made)
+    lines = generation.answers(questions, settings, parts.sampler)
+    box, reference = BlackBox(), Reference(parts.target, parts.sampler)
     for line in itertools.takewhile(lambda _: box.tokens < tokens and box.verdict != "violation", lines):
         judge(reference, [line], box)
     return box
@@ -84,8 +96,12 @@ def main(arguments: list[str]) -> None:
     print("| sampled generation | verdict | tokens | log10 E (violation from 3) | seen with probability 0.9: TV |")
     print("|---|---|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as folder:
-        for name, where in modes(Path(folder)):
-            found = audit(parts, where, int(own.get("tokens", 3000))).report()
+        for name, where, prune in modes(Path(folder)):
+            try:
+                found = audit(parts, where, prune, int(own.get("tokens", 3000))).report()
+            except UserError as error:
+                print(f"| {name} | {error} | | | |", flush=True)
+                continue
             seen = "-" if found.resolution is None else f"{found.resolution:.2f}"
             print(f"| {name} | {found.verdict} | {found.tokens} | {found.log10_e_sup:.1f} | {seen} |", flush=True)
 

@@ -14,7 +14,7 @@ import torch
 from specresearch.conversations import Conversations, Settings, required_capacity
 from specresearch.decode import Decoder, Parts, Turn
 from specresearch.metrics import Line
-from specresearch.models.hf import HFModel
+from specresearch.models.hf import HFModel, one_line
 from specresearch.models.loading import load
 from specresearch.prompts import Question
 from specresearch.rng import row_key
@@ -66,7 +66,12 @@ class Generation:
             jobs = Conversations(self.target, questions, settings, capacity)
             for job in jobs:
                 torch.manual_seed(row_key(settings.seed + first, job.id, job.turn))
-                ids = self.target.generate(job.prompt_ids, job.budget, sampler, [], **self.extra)
+                try:
+                    ids = self.target.generate(job.prompt_ids, job.budget, sampler, [], **self.extra)
+                except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+                    raise UserError(
+                        f"transformers' generate fails: {type(error).__name__}: {one_line(error)}"
+                    ) from error
                 turn = Turn(job, ids, self.target.text(ids))
                 jobs.answered(turn)
                 yield turn.line()

@@ -1,0 +1,175 @@
+"""The certify command: what each layer says on honest and on faulty engines, what it writes, and how it goes on."""
+
+import json
+
+import pytest
+import torch
+
+from specresearch import certify
+from specresearch.models.hf import HFModel
+from specresearch.verifiers.rejection import Rejection
+
+BASE = ["target=tiny", "tracker=none", "max_new_tokens=16", "limit=4", "batch_size=4", "rules=chosen"]
+CHAIN = ["tree=chain", "drafter=small_lm", "drafter.layers=1"]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """-> exit status, certificate or None, output, errors"""
+
+    def call(*overrides: str, folder: str = "out"):
+        resumes = any(o.startswith("resume=") for o in overrides)
+        given = [*overrides] if resumes else [*BASE, *overrides, f"hydra.run.dir={tmp_path}/{folder}"]
+        monkeypatch.setattr("sys.argv", ["certify", *given])
+        with pytest.raises(SystemExit) as left:
+            certify.main()
+        path = tmp_path / folder / "certificate.json"
+        out, err = capsys.readouterr()
+        return left.value.code, json.loads(path.read_text()) if path.exists() else None, out, err
+
+    return call
+
+
+@pytest.fixture
+def few_shapes(monkeypatch):
+    """All of them are in tests/test_law.py."""
+    every = certify.shapes_for
+
+    def some(verifier):
+        return {name: policy for name, policy in every(verifier).items() if name in ("chain iid", "wide topk")}
+
+    monkeypatch.setattr(certify, "shapes_for", some)
+
+
+def credulous(monkeypatch):
+    """The rejection rule keeps whatever is drafted."""
+    verify = Rejection.verify
+
+    class Rng:
+        def __init__(self, rng):
+            self.rng = rng
+
+        def __getattr__(self, name):
+            return getattr(self.rng, name)
+
+        def accept(self, coin_id, threshold):
+            self.rng.accept(coin_id, threshold)
+            return threshold > 0
+
+        def uniforms(self, nodes):
+            return None
+
+    monkeypatch.setattr(Rejection, "verify", lambda self, tree, p, rng: verify(self, tree, p, Rng(rng)))
+
+
+def test_an_honest_engine_passes_in_every_layer(run):
+    status, found, out, _ = run("layers=[l2,l3,l4]", "tokens=150", *CHAIN)
+    assert status == 0 and found["verdict"] == "passed"
+    assert {name: layer["verdict"] for name, layer in found["layers"].items()} == {
+        **{"l2": "consistent", "l3": "consistent", "l4": "exact"}
+    }
+    assert found["layers"]["l3"]["tokens"] >= 150
+    assert "would have seen a bias of TV" in out
+    assert {row["name"]: row["kind"] for row in found["layers"]["l2"]["rows"]}["coins"] == "tested"
+
+
+def test_the_rules_are_certified_without_a_model(run, few_shapes, monkeypatch):
+    monkeypatch.setattr(HFModel, "__init__", lambda *args: pytest.fail("a model was loaded"))
+    status, found, out, _ = run("layers=[l0,l1]", "verifier=sample_and_match")
+    assert status == 0 and {r["rule"] for r in found["layers"]["l0"]["rows"]} == {"sample_and_match"}
+    assert max(r["worst"] for r in found["layers"]["l0"]["rows"]) <= 1e-12
+    assert "12/12" in out
+
+
+def test_a_biased_rule_is_caught_by_the_layers_that_can_see_it(run, few_shapes, monkeypatch):
+    credulous(monkeypatch)
+    status, found, out, _ = run("layers=[l0,l2,l3]", "tokens=2000", "limit=28", *CHAIN)
+    assert status == 2 and found["verdict"] == "biased"
+    assert {n: layer["verdict"] for n, layer in found["layers"].items()} == {
+        **{"l0": "biased", "l2": "violation", "l3": "violation"}
+    }
+    assert found["layers"]["l3"]["tokens"] < 2000, "evidence that is plain ends the run"
+    assert "counter-example, rejection on chain" in out
+
+
+def test_positions_off_by_one_are_a_fault_of_the_forward(run, monkeypatch):
+    honest = HFModel.run
+
+    def shifted(self, tokens, positions, *rest, **kwargs):
+        return honest(self, tokens, positions + (tokens.shape[1] > 1) * (kwargs.get("rows") is None), *rest, **kwargs)
+
+    monkeypatch.setattr(HFModel, "_check", lambda self: None)
+    monkeypatch.setattr(HFModel, "run", shifted)
+    status, found, *_ = run("layers=[l4]")
+    assert status == 2 and found["layers"]["l4"]["verdict"] == "fault"
+
+
+def test_any_servers_tokens(run, tmp_path):
+    assert run("layers=[l3]", "tokens=400", "limit=28")[0] == 0
+    log = f"path={tmp_path}/out/trace.jsonl"
+    status, found, *_ = run("engine=tokens", log, folder="again")
+    assert status == 0 and [*found["layers"]] == ["l3"] and found["layers"]["l3"]["tokens"] >= 400
+    status, found, *_ = run("engine=tokens", log, "temperature=0.4", folder="cooler")
+    assert status == 2 and found["layers"]["l3"]["stopped_at"] < 400
+    assert run("engine=tokens", log, "temperature=0", folder="greedy")[0] == 2
+
+
+def test_transformers_generation(run):
+    assert run("engine=hf", "assistant=lookup", "tokens=100")[0] == 0
+    status, found, *_ = run("engine=hf", "assistant=none", "tokens=40", "temperature=0", folder="greedy")
+    assert status == 0 and found["layers"]["l3"]["verdict"] == "lossless"
+
+
+def test_an_interrupted_certificate_goes_on(run, tmp_path, monkeypatch):
+    judge, judged = certify.judge, []
+
+    def stumbling(reference, lines, box):
+        judged.extend(lines)
+        if len(judged) == 3:
+            raise KeyboardInterrupt
+        return judge(reference, lines, box)
+
+    monkeypatch.setattr(certify, "judge", stumbling)
+    monkeypatch.setattr(certify, "SAVE_SECONDS", 0)
+    settings = ["layers=[l3]", "tokens=120", "batch_size=1"]
+    status, found, _, err = run(*settings)
+    assert (status, found) == (130, None) and f"resume={tmp_path}/out" in err
+    status, found, *_ = run(f"resume={tmp_path}/out")
+    assert status == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "trace.jsonl").read_text().splitlines()]
+    assert found["layers"]["l3"]["tokens"] == sum(len(line["output_ids"]) for line in lines)
+    assert len(judged) == len(lines) + 1, "what was judged before is not judged again"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["layers=[l9]"], "layers=l9 is unknown: use some of [l0,l1,l2,l3,l4]"),
+        (["layers=[]"], "leaves nothing to do"),
+        (["engine=vllm"], "engine=vllm is unknown"),
+        (["engine=hf", "layers=[l0]"], "use layers=[l3]"),
+        (["engine=tokens"], "engine=tokens needs path=FILE"),
+        (["engine=tokens", "path=nowhere.jsonl"], "path=nowhere.jsonl cannot be read"),
+        (["rules=some"], "rules=some is unknown: use all or chosen"),
+        (["tokens=0", "layers=[l3]"], "tokens=0: use a whole number of at least 1"),
+        (["alpha=2", "layers=[l3]"], "alpha=2"),
+        (["plan.tv=2"], "plan.tv=2"),
+        (["tokenz=3"], "did you mean tokens?"),
+        (["verifier=typical", "layers=[l3]", "tree=chain"], "lossy"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(run, arguments, says):
+    status, found, _, err = run(*arguments)
+    (line,) = err.strip().splitlines()
+    assert status == 1 and found is None and says in line
+
+
+def test_a_plan(run):
+    status, _, out, _ = run("plan.tv=0.01", "plan.power=0.9")
+    assert status == 0 and out.startswith("58,403 sampled tokens")
+
+
+def test_a_lossy_rule_is_called_lossy(run, few_shapes):
+    status, found, out, _ = run("layers=[l0]", "verifier=target_only", "verifier.threshold_acc=0.5", "lossy=allow")
+    assert status == 0 and found["verdict"] == "lossy" and "LOSSY" in out
+    assert torch.tensor([row["worst"] for row in found["layers"]["l0"]["rows"]]).max() > 0.01
