@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_heads import eagle_head
 
+import specresearch
 from specresearch.models.checkpoints import save_head
 from specresearch.run import Run
 
@@ -83,3 +84,13 @@ def test_mistakes_are_said_in_one_line(drafters, tmp_path, capsys):
             drafters.main([f"out={tmp_path}/out", "target=tiny", *arguments])
         assert left.value.code == 1
         assert says in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_the_auditor_sees_the_pruned_head_and_passes_the_whole_one(tmp_path):
+    spec = importlib.util.spec_from_file_location("auditor", ROOT / "experiments" / "auditor.py")
+    auditor = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(auditor)
+    parts = specresearch.engine("target=tiny", "drafter=none", "temperature=1").parts
+    where = auditor.assistant(tmp_path, "other")
+    assert auditor.audit(parts, where, prune=False, tokens=400).verdict == "consistent"
+    assert auditor.audit(parts, where, prune=True, tokens=1500).verdict == "violation"
