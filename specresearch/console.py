@@ -103,6 +103,9 @@ def losslessness(found: dict[str, Any]) -> Text:
             text.append(f"\n{entry['verdict']} in question {entry['id']}, token {entry['position']}{gap}")
     else:
         text.append(f"   {found['reason']}")
+    for claim in found.get("white_box", ()):
+        how = claim["verdict"] if claim["kind"] == "tested" else claim["kind"]
+        text.append(f"\nwhite box: {claim['claim']}: {how} (n = {claim['n']})")
     return text
 
 

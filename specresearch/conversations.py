@@ -23,6 +23,7 @@ class Settings:
     baseline: bool | str
     check: bool
     profile: bool
+    log: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "batch_size", "limit"):
@@ -37,6 +38,8 @@ class Settings:
         for name in ("check", "profile"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)}: use true or false")
+        if self.log not in (None, "whitebox"):
+            raise UserError(f"log={self.log} is unknown: use whitebox, or null for none")
         if not isinstance(self.stop, list | tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise UserError(f"stop={self.stop!r}: use a list of texts, none of them empty, e.g. 'stop=[\"END\"]'")
         # The command line has no way to write a line break or a tab but this.

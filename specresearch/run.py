@@ -16,6 +16,7 @@ from specresearch.drafters.none import NoDrafter
 from specresearch.lossless.blackbox import BlackBox
 from specresearch.lossless.greedy import GreedyJudge, verdict_of
 from specresearch.lossless.reference import Reference, judge
+from specresearch.lossless.whitebox import Log, WhiteBox, findings
 from specresearch.metrics import Block, Line, summarise
 from specresearch.prompts import Question
 from specresearch.trees.static import StaticTree
@@ -59,7 +60,9 @@ class Run:
         self.reserve()
         parts.drafter.reserve(settings.batch_size, capacity, slots)
         decoder = {"batch": settings.batch_size, "capacity": capacity, "seed": settings.seed}
-        self.speculative = Decoder(parts, **decoder, decode=parts.target.text, stop=settings.stop)
+        self.log = Log()  # of the white box, if it is wanted
+        logged = replace(parts, verifier=WhiteBox(parts.verifier, self.log)) if settings.log else parts
+        self.speculative = Decoder(logged, **decoder, decode=parts.target.text, stop=settings.stop)
         plain = replace(parts, drafter=NoDrafter(parts.target), policy=StaticTree(temperature=0, parents=[-1]))
         self.plain = Decoder(plain, **decoder, decode=parts.target.text, stop=settings.stop)
         exact = settings.batch_size == 1
@@ -183,12 +186,19 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """Everything measured so far, all of it from the lines and the blocks."""
-        return summarise(self.lines, self.blocks) | {"lossless": self._lossless()}
+        found = self._lossless()
+        if self.settings.log:
+            claims = findings(self.log)
+            found["white_box"] = [claim.as_dict() for claim in claims]
+            if any(claim.verdict == "violation" for claim in claims) and found["verdict"] != "lossy":
+                found["verdict"] = "violation"
+        return summarise(self.lines, self.blocks) | {"lossless": found}
 
     def _lossless(self) -> dict[str, Any]:
         drafted = sum(token >= 0 for line in self.lines for step in line["steps"] for token in step["tokens"][1:])
         if lossy := self.parts.verifier.lossy:
-            return {"kind": "none", "verdict": "lossy", "reason": lossy}
+            bound = self.parts.verifier.tv_bound
+            return {"kind": "none", "verdict": "lossy", "reason": lossy, "tv_bound": bound}
         if not self.settings.check:
             return {"kind": "none", "verdict": "not_checked" if drafted else "not_exercised", "reason": "check=false"}
         if self.parts.sampler.temperature > 0:

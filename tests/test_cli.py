@@ -140,6 +140,16 @@ def test_a_biased_rule_is_a_violation_of_the_run(run, tmp_path, monkeypatch):
     assert all("evidence" in json.loads(block) for block in blocks)
 
 
+def test_the_white_box_of_a_run(run, tmp_path, monkeypatch):
+    sampled = ["limit=8", "max_new_tokens=16", "temperature=1", "tree=chain", "drafter=small_lm", "drafter.layers=1"]
+    status, text, _ = run(*sampled, "log=whitebox")
+    found = {claim["name"]: claim for claim in load(tmp_path / "run")[0]["lossless"]["white_box"]}
+    steps = load(tmp_path / "run")[0]["steps"]
+    assert status == 0 and found["coins"]["verdict"] == "consistent" and found["coins"]["n"] >= steps / 2
+    assert "white box: draft tokens follow the q that is claimed: consistent" in " ".join(text.split())
+    assert run(*sampled, "log=all")[0] == 1
+
+
 def test_lossy_runs_say_so(run, tmp_path):
     flags = ("verifier=target_only", "verifier.threshold_acc=0.5", "limit=1")
     status, _, err = run(*flags)
