@@ -226,7 +226,7 @@ class Audit:
     def _collect(self, bar: Progress, log: Callable[[dict[str, float], int], None]) -> None:
         """Let the engine answer, and judge, until there are enough tokens or the evidence is plain."""
         task = bar.add_task("tokens", total=self.cfg.tokens, note="")
-        reference = Reference(self.target, self.sampler, self.cfg.context)
+        reference = Reference(self.target, self.sampler, self.cfg.context, draft=self._witness())
         count, saved = 0, time.monotonic()
         for number, line in enumerate(self._answers()):
             if "l3" in self.layers and number >= self.judged:
@@ -245,6 +245,13 @@ class Audit:
             if count >= self.cfg.tokens or self.box.verdict == "violation":
                 break
         self._save()
+
+    def _witness(self) -> Target | None:
+        """A draft model of the target's vocabulary: it knows best where a faulty rule would push the output."""
+        drafter = self.parts.drafter if self.parts is not None else None
+        model, reduced = getattr(drafter, "model", None), getattr(drafter, "vocabulary", None) is not None
+        whole = isinstance(model, Target) and model.vocab_size == self.target.vocab_size and not reduced
+        return model if whole else None
 
     def _save(self) -> None:
         if self.judged:
