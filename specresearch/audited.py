@@ -6,6 +6,7 @@ with other seeds.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -25,7 +26,8 @@ WITHOUT = ("none", "lookup")
 
 
 def own(parts: Parts, questions: Sequence[Question], settings: Settings, first: int = 0) -> Iterator[Line]:
-    """Answers of our loop, round after round from round `first` on."""
+    """Answers of our loop, round after round from `first` on, in the order of the questions: in that of completion, to stop
+    somewhere would favour short answers, and with them the tokens that end one."""
     capacity = required_capacity(parts.target, questions, settings)
     slots = max(parts.policy.asked, parts.policy.size)
     parts.target.reserve(settings.batch_size, capacity, slots)
@@ -35,10 +37,15 @@ def own(parts: Parts, questions: Sequence[Question], settings: Settings, first: 
         jobs = Conversations(parts.target, questions, now, capacity)
         target = parts.target
         decoder = Decoder(parts, batch=now.batch_size, capacity=capacity, seed=now.seed, decode=target.text, stop=[])
+        order = deque((q.id, turn) for q in questions for turn in range(len(q.turns)))
+        done: dict[tuple[int | str, int], Line] = {}
         for emission in decoder.run(jobs):
             if emission.done:
                 jobs.answered(emission.turn)
-                yield emission.turn.line()
+                done[emission.turn.job.id, emission.turn.job.turn] = emission.turn.line()
+            while order and order[0] in done:
+                yield done.pop(order.popleft())
+        yield from (done[key] for key in order if key in done)  # behind turns that had no room
         first += 1
 
 

@@ -182,9 +182,8 @@ class Audit:
     """Emitted tokens, judged as they come. Every answer is in trace.jsonl and the evidence in evidence.json."""
 
     def __init__(self, cfg: DictConfig, layers: Sequence[str], folder: Path, resumed: bool):
-        for name in ("tokens",):
-            if type(cfg[name]) is not int or cfg[name] < 1:
-                raise UserError(f"{name}={cfg[name]}: use a whole number of at least 1")
+        if type(cfg.tokens) is not int or cfg.tokens < 1:
+            raise UserError(f"tokens={cfg.tokens}: use a whole number of at least 1")
         self.cfg, self.layers, self.folder, self.log = cfg, layers, folder, Log()
         self.parts: Parts | None = None
         self.box = BlackBox(cfg.alpha, cfg.tolerance)

@@ -1,12 +1,16 @@
 """The certify command: what each layer says on honest and on faulty engines, what it writes, and how it goes on."""
 
+import itertools
 import json
 
 import pytest
 import torch
 
-from specresearch import certify
+import specresearch
+from specresearch import audited, certify
+from specresearch.conversations import Settings
 from specresearch.models.hf import HFModel
+from specresearch.prompts import Question
 from specresearch.verifiers.rejection import Rejection
 
 BASE = ["target=tiny", "tracker=none", "max_new_tokens=16", "limit=4", "batch_size=4", "rules=chosen"]
@@ -102,6 +106,17 @@ def test_positions_off_by_one_are_a_fault_of_the_forward(run, monkeypatch):
     monkeypatch.setattr(HFModel, "run", shifted)
     status, found, *_ = run("layers=[l4]")
     assert status == 2 and found["layers"]["l4"]["verdict"] == "fault"
+
+
+def test_answers_come_in_the_order_of_the_questions():
+    """Else the answers at hand when there are enough tokens would be the short ones."""
+    engine = specresearch.engine("target=tiny", "drafter=ngram", "temperature=1")
+    lengths = [3, 40, 5, 30, 2, 20]
+    questions = [Question(i, "text", ("ab" * n,)) for i, n in enumerate(lengths)]
+    settings = Settings(0, None, 24, 3, [], False, False, False)
+    lines = list(itertools.islice(audited.own(engine.parts, questions, settings), 12))
+    assert [line["id"] for line in lines] == [*range(6)] * 2
+    assert lines[0]["output_ids"] != lines[6]["output_ids"]
 
 
 def test_any_servers_tokens(run, tmp_path):
