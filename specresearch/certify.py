@@ -30,13 +30,13 @@ from specresearch.lossless.greedy import TokensJudge
 from specresearch.lossless.grid import grid
 from specresearch.lossless.reference import Reference, judge, of_lines
 from specresearch.lossless.whitebox import Log, WhiteBox, findings, verdict_of
-from specresearch.metrics import Line
-from specresearch.overrides import CONF
+from specresearch.metrics import Line, from_drafts
+from specresearch.overrides import CONF, one_line
 from specresearch.prompts import Question
 from specresearch.provenance import provenance
 from specresearch.run import append_lines, read_lines, write_lines
 from specresearch.sampling import Sampler
-from specresearch.types import Target, UserError, Verifier
+from specresearch.types import Target, TreePolicy, UserError, Verifier
 
 LAYERS = {
     "l0": "exact: every outcome of the rule",
@@ -47,7 +47,9 @@ LAYERS = {
 }
 ENGINES = ("own", "hf", "tokens")
 BAD = ("biased", "violation", "fault")
+OPEN = ("lossy", "not_checked", "not_exercised")  # nothing wrong was found, and nothing shown
 SAVE_SECONDS = 10.0
+COUNTER_EXAMPLES = 3  # printed; all are in the file
 SEQUENCES = 4  # of the forward check
 Found = dict[str, Any]  # what a layer found: {verdict, says, ...evidence}
 
@@ -83,7 +85,7 @@ def job(cfg: DictConfig) -> None:
         raise
     finally:
         place = tracker.finish({"lossless": {name: _short(layer) for name, layer in found.items()}})
-    verdict = next((v for v in (*BAD, "lossy") if v in {f["verdict"] for f in found.values()}), "passed")
+    verdict = next((v for v in (*BAD, *OPEN) if v in {f["verdict"] for f in found.values()}), "passed")
     where = provenance(target) if target is not None else {}
     cli.save(folder / "certificate.json", {"verdict": verdict, "layers": found, "config": config, "provenance": where})
     show(found)
@@ -110,7 +112,7 @@ def chosen_layers(cfg: DictConfig) -> list[str]:
         raise UserError(f"engine={cfg.engine} is unknown: {overrides.near(cfg.engine, ENGINES)}")
     default = ["l0", "l1", "l3", "l4"] if cfg.engine == "own" else ["l3"]
     given = cfg.layers if cfg.layers is not None else default
-    layers = [given] if isinstance(given, str) else list(given)
+    layers = list(given) if OmegaConf.is_list(given) or isinstance(given, list) else [given]
     if odd := [layer for layer in layers if layer not in LAYERS]:
         raise UserError(f"layers={odd[0]} is unknown: use some of [{','.join(LAYERS)}]")
     if cfg.engine != "own" and (odd := sorted({*layers} - {"l3"})):
@@ -138,7 +140,7 @@ def exact(rules: Sequence[Verifier], bar: Progress) -> Found:
     task = bar.add_task("l0 exact", total=len(work), note="")
     rows = []
     for rule, name, policy in work:
-        one = certify(rule, policy, name)
+        one = _tried(certify, rule, policy, name)
         rows.append(asdict(one) | {"verdict": one.verdict})
         bar.update(task, advance=1, note=f"{one.rule} on {name}")
     lossless = [row for row in rows if row["verdict"] != "lossy"]
@@ -155,7 +157,7 @@ def kernels(rules: Sequence[Verifier], bar: Progress) -> Found:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
     for rule, name, policy in work:
-        one = grid(rule, policy, name, device=device)
+        one = _tried(grid, rule, policy, name, device=device)
         rows.append(asdict(one) | {"verdict": one.verdict})
         bar.update(task, advance=1, note=f"{one.rule} on {name}")
     lossless = [row for row in rows if row["verdict"] != "lossy"]
@@ -165,14 +167,24 @@ def kernels(rules: Sequence[Verifier], bar: Progress) -> Found:
     return {"verdict": _worst_of(rows, "agrees"), "says": f"{says}(the net shows {bound:g})", "rows": rows}
 
 
+def _tried(layer: Callable[..., Any], rule: Verifier, policy: TreePolicy, shape: str, **more: Any) -> Any:
+    try:
+        return layer(rule, policy, shape, **more)
+    except Exception as fault:  # a rule of the user's own may raise anything
+        raise UserError(
+            f"verifier {type(rule).__name__} fails on a tree ({shape}): {type(fault).__name__}: {one_line(fault)}"
+        ) from fault
+
+
 def _counted(rows: Sequence[Found]) -> str:
     rules = len({row["rule"] for row in rows})
-    return f"{rules} lossless rule{'s' if rules != 1 else ''} on {len({row['shape'] for row in rows})} kinds of trees"
+    return f"{rules} rule{'s' if rules != 1 else ''} on {len({row['shape'] for row in rows})} kinds of trees"
 
 
 def _worst_of(rows: Sequence[Found], good: str) -> str:
+    """Lossy only if no rule claims to be lossless, not_checked if no rule declares a tree that it may be used with."""
     verdicts = {row["verdict"] for row in rows}
-    return "biased" if "biased" in verdicts else good if good in verdicts else "lossy"
+    return next((verdict for verdict in ("biased", good, "lossy") if verdict in verdicts), "not_checked")
 
 
 # -- the tokens: layers 2 to 4 ---------------------------------------------------------------------------------------------
@@ -190,6 +202,7 @@ class Audit:
         self.given = of_lines(cfg.path) if cfg.engine == "tokens" and cfg.path else None
         if cfg.engine == "tokens" and self.given is None:
             raise UserError("engine=tokens needs path=FILE, JSON lines with prompt_ids and output_ids")
+        warn_of_repeats(self.given or [])
         self.settings = Settings(cfg.seed, cfg.limit, cfg.max_new_tokens, cfg.batch_size, [], False, False, False)
         self.questions: list[Question] = [] if self.given else make(cfg, "prompts")[: cfg.limit]
         self.target, self.sampler = self._made()
@@ -199,6 +212,7 @@ class Audit:
         if resumed and (folder / "evidence.json").exists():
             state = json.loads((folder / "evidence.json").read_text(encoding="utf-8"))
             self.judged, self.box = state["judged"], self.box.load(state["box"])
+            self.log.load(state["log"])
         write_lines(folder / "trace.jsonl", self.lines)
 
     def _made(self) -> tuple[Target, Sampler]:
@@ -253,8 +267,8 @@ class Audit:
         return model if whole else None
 
     def _save(self) -> None:
-        if self.judged:
-            cli.save(self.folder / "evidence.json", {"judged": self.judged, "box": self.box.state()})
+        state = {"judged": self.judged, "box": self.box.state(), "log": self.log.state()}
+        cli.save(self.folder / "evidence.json", state)
 
     def _answers(self) -> Iterator[Line]:
         """Those of an interrupted try, then new ones; a round that was broken off is asked again with another seed."""
@@ -282,8 +296,17 @@ class Audit:
         return {"verdict": verdict_of(found), "says": ", ".join(parts), "rows": [f.as_dict() for f in found]}
 
     def _black_box(self) -> Found:
-        report = self.box.report()
-        return {"says": report.says, **report.as_dict(), "curve": self.box.curve}
+        report, says = self.box.report(), ""
+        found: Found = {**report.as_dict(), "curve": self.box.curve}
+        if self.parts is not None:
+            made = found["from_drafts"] = from_drafts(self.lines)
+            says = f"; {made:,} tokens from steps with drafts"
+            if lossy := self.parts.verifier.lossy:
+                found |= {"verdict": "lossy", "tv_bound": self.parts.verifier.tv_bound}
+                says += f"; lossy by its declaration: {lossy}"
+            elif not made and report.verdict == "consistent":
+                found["verdict"] = "not_exercised"
+        return {**found, "says": report.says + says}
 
     def _equality(self) -> Found:
         own = self.greedy
@@ -305,8 +328,18 @@ class Audit:
         return {"says": says, **one.as_dict()}
 
 
+def warn_of_repeats(lines: Sequence[Line]) -> None:
+    """A cached answer, or a second one from the same seed, is no second draw, and the evidence would count it twice."""
+    seen = {(*line["prompt_ids"], -1, *line["output_ids"]) for line in lines}
+    if len(seen) < len(lines):
+        console.note(
+            f"warning: {len(lines) - len(seen)} of {len(lines)} answers repeat another one to the same prompt: if the server "
+            "cached them or used one seed, they are no evidence of their own, and the verdict is wrong: leave them out"
+        )
+
+
 def show(found: dict[str, Found]) -> None:
-    """The rules' table if it is short or something is wrong in it, then one line a layer."""
+    """The tables of the rules, then one line a layer."""
     for name in ("l0", "l1"):
         if name in found:
             rule_table(name, found[name]["rows"])
@@ -331,11 +364,9 @@ def rule_table(name: str, rows: Sequence[Found]) -> None:
             *(row[key] for key in ("rule", "law", "growth", "shape")), seen, f"{row['worst']:.1e}", row["verdict"]
         )
     console.wide().print(table)
-    for row in rows:
-        if exact and row["verdict"] == "biased":
-            console.out.print(
-                f"counter-example, {row['rule']} on {row['shape']}: {row['counter_example']}", markup=False
-            )
+    for row in [row for row in rows if exact and row["verdict"] == "biased"][:COUNTER_EXAMPLES]:
+        text = f"counter-example, {row['rule']} on {row['shape']}: {row['counter_example']}"
+        console.out.print(text, markup=False)
     console.out.print()
 
 

@@ -55,6 +55,12 @@ def acceptance(lines: Sequence[Line]) -> dict[str, Any]:
     }
 
 
+def from_drafts(lines: Iterable[Line]) -> int:
+    """Tokens that the acceptance rule made: those of steps in which something was drafted."""
+    steps = (step for line in lines for step in line["steps"])
+    return sum(step["emitted"] for step in steps if any(token >= 0 for token in step["tokens"][1:]))
+
+
 def tree_depth(step: Line) -> int:
     depth = [0] * len(step["parent"])
     for node, parent in enumerate(step["parent"]):

@@ -17,7 +17,7 @@ from specresearch.lossless.blackbox import BlackBox
 from specresearch.lossless.greedy import GreedyJudge, verdict_of
 from specresearch.lossless.reference import Reference, judge
 from specresearch.lossless.whitebox import Log, WhiteBox, findings
-from specresearch.metrics import Block, Line, summarise
+from specresearch.metrics import Block, Line, from_drafts, summarise
 from specresearch.prompts import Question
 from specresearch.trees.static import StaticTree
 from specresearch.types import UserError
@@ -195,7 +195,7 @@ class Run:
         return summarise(self.lines, self.blocks) | {"lossless": found}
 
     def _lossless(self) -> dict[str, Any]:
-        drafted = sum(token >= 0 for line in self.lines for step in line["steps"] for token in step["tokens"][1:])
+        drafted = from_drafts(self.lines)
         if lossy := self.parts.verifier.lossy:
             bound = self.parts.verifier.tv_bound
             return {"kind": "none", "verdict": "lossy", "reason": lossy, "tv_bound": bound}
@@ -203,8 +203,9 @@ class Run:
             return {"kind": "none", "verdict": "not_checked" if drafted else "not_exercised", "reason": "check=false"}
         if self.parts.sampler.temperature > 0:
             report = self.box.report()
+            says = f"{report.says}; {drafted:,} tokens from steps with drafts"
             found: str = "not_exercised" if report.verdict == "consistent" and not drafted else report.verdict
-            return {"kind": "black_box", **report.as_dict(), "verdict": found, "reason": report.says}
+            return {"kind": "black_box", **report.as_dict(), "verdict": found, "from_drafts": drafted, "reason": says}
         results = [result for block in self.blocks for result in block.get("check", [])]
         evidence = {
             "answers": len(results),

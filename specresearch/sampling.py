@@ -12,6 +12,8 @@ from specresearch.kernels.sampling import raise_half, warp
 from specresearch.kernels.tree import node_paths
 from specresearch.types import Frontier, Step, Tree, UserError
 
+EDGE = 1e-3  # how far rounding may move the edge of a truncation
+
 
 class Sampler:
     """How a run turns logits into laws. `process` depends on the path (penalties); the warp does not."""
@@ -61,6 +63,17 @@ class Sampler:
     def warp(self, logits: Tensor, temperature: float | None = None) -> Tensor:
         heat = self.temperature if temperature is None else temperature
         return warp(logits, heat, self.top_k, self.top_p, self.min_p)
+
+    def loosened(self) -> Sampler:
+        """The same with truncations that let in what rounding may have let in: the token at the edge."""
+        return Sampler(
+            temperature=self.temperature,
+            top_k=self.top_k + 1 if self.top_k else 0,
+            top_p=min(1.0, self.top_p + EDGE),
+            min_p=self.min_p * (1 - EDGE),
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+        )
 
     def process(self, logits: Tensor, tokens: Tensor, known: Tensor, path: Tensor | None = None) -> Tensor:
         """Logit bias, then repetition penalty. Logits [B, W, V]; history `tokens` [B, T] of which the first `known` [B]

@@ -169,6 +169,11 @@ def test_an_interrupted_certificate_goes_on(run, tmp_path, monkeypatch):
         (["tokens=0", "layers=[l3]"], "tokens=0: use a whole number of at least 1"),
         (["alpha=2", "layers=[l3]"], "alpha=2"),
         (["plan.tv=2"], "plan.tv=2"),
+        (["plan.tv=abc"], "plan.tv=abc"),
+        (["plan.tv=1e-9"], "use a larger one"),
+        (["alpha=abc", "layers=[l3]"], "alpha=abc"),
+        (["context=abc", "layers=[l3]"], "context=abc"),
+        (["layers=3"], "layers=3 is unknown"),
         (["tokenz=3"], "did you mean tokens?"),
         (["verifier=typical", "layers=[l3]", "tree=chain"], "lossy"),
     ],
@@ -177,6 +182,58 @@ def test_mistakes_are_said_in_one_line(run, arguments, says):
     status, found, _, err = run(*arguments)
     (line,) = err.strip().splitlines()
     assert status == 1 and found is None and says in line
+
+
+def test_resuming_forgets_nothing_that_the_white_box_saw(run, tmp_path, monkeypatch):
+    credulous(monkeypatch)
+    status, found, *_ = run("layers=[l2]", "tokens=300", *CHAIN)
+    assert (status, found["layers"]["l2"]["verdict"]) == (2, "violation")
+    status, again, *_ = run(f"resume={tmp_path}/out")
+    assert (status, again["layers"]["l2"]) == (2, found["layers"]["l2"])
+
+
+def test_what_was_not_tested_does_not_pass(run):
+    status, found, *_ = run("layers=[l3]", "drafter=none", "tokens=60")
+    assert (status, found["verdict"]) == (0, "not_exercised") and found["layers"]["l3"]["from_drafts"] == 0
+    status, found, out, _ = run("layers=[l3]", "verifier=typical", "lossy=allow", "tokens=60", folder="lossy")
+    assert (status, found["verdict"]) == (0, "lossy") and found["layers"]["l3"]["tv_bound"] == 1 and "LOSSY" in out
+    status, found, *_ = run("layers=[l2]", "verifier=block", "tokens=60", *CHAIN, folder="blind")
+    assert (status, found["verdict"]) == (0, "not_checked")
+
+
+def test_a_rule_that_declares_no_tree_is_not_checked(run, monkeypatch):
+    monkeypatch.setattr(Rejection, "laws", frozenset())
+    _, found, *_ = run("layers=[l0,l1]")
+    assert {layer["verdict"] for layer in found["layers"].values()} == {"not_checked"}
+
+
+def test_a_rule_that_fails_is_named(run, few_shapes, monkeypatch):
+    monkeypatch.setattr(Rejection, "verify", lambda self, tree, p, rng: None)
+    status, _, _, err = run("layers=[l0]")
+    assert status == 1 and "verifier Rejection fails on a tree (chain iid)" in err.replace("wide topk", "chain iid")
+
+
+def test_logs_that_mislead(run, tmp_path):
+    line = {"prompt_ids": [70, 71], "output_ids": [1, 2, 3]}
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join([json.dumps(line)] * 3))
+    assert "2 of 3 answers repeat another one" in run("engine=tokens", f"path={path}")[3]
+    path.write_text(json.dumps(line | {"output_ids": [5] * 5000}))
+    assert "exceeds the context of 4096" in run("engine=tokens", f"path={path}")[3]
+    path.write_text(json.dumps(line | {"output_ids": [10**30]}))
+    assert "outside the target's vocabulary" in run("engine=tokens", f"path={path}")[3]
+
+
+def test_the_edge_of_a_truncation_is_no_proof(run, tmp_path):
+    """A token just beyond the nucleus may be another order of summation; one far beyond it is a violation at once."""
+    target = specresearch.engine("target=tiny", "drafter=none").parts.target
+    law = target.plain(torch.tensor([[70, 71]]), torch.tensor([1]))[0, 0].softmax(-1)
+    order = law.argsort(descending=True)
+    below = float(law[order[:5]].sum())
+    path = tmp_path / "log.jsonl"
+    for place, status in ((5, 0), (200, 2)):
+        path.write_text(json.dumps({"prompt_ids": [70, 71], "output_ids": [int(order[place])]}))
+        assert run("engine=tokens", f"path={path}", f"top_p={below - 1e-5}", folder=f"{place}")[0] == status
 
 
 def test_a_plan(run):

@@ -52,11 +52,14 @@ class Report:
         """The verdict's ground, in a line."""
         if self.verdict == "violation":
             named = f"; questions that stand out: {', '.join(map(str, self.suspects[:5]))}" if self.suspects else ""
-            return f"after {self.stopped_at:,} tokens the evidence is 10^{self.log10_e_sup:.1f} to 1{named}"
+            never = f", {self.impossible} of probability 0 under these settings" if self.impossible else ""
+            evidence = f"after {self.stopped_at:,} tokens the evidence is 10^{self.log10_e_sup:.1f} to 1"
+            return f"{evidence} ({self.tokens:,} judged{never}){named}"
         if self.resolution is None or self.resolution >= 1:
             return f"{self.tokens:,} tokens, too few to see any bias"
         seen = f"would have seen a bias of TV {self.resolution:.2g} with probability 0.9"
-        return f"{self.tokens:,} tokens, log10 E {self.log10_e:.2f}; {seen}"
+        z = max((bias.z for bias in self.scores.values() if bias.z is not None), key=abs, default=0.0)
+        return f"{self.tokens:,} tokens, log10 E {self.log10_e:.2f}, largest |z| {abs(z):.1f}; {seen}"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -69,9 +72,9 @@ class BlackBox:
     """
 
     def __init__(self, alpha: float = 1e-3, tolerance: float = 0.0):
-        if not 0 < alpha < 1:
+        if not _number(alpha) or not 0 < alpha < 1:
             raise UserError(f"alpha={alpha}: use a number between 0 and 1, e.g. 0.001")
-        if not 0 <= tolerance < 0.2:
+        if not _number(tolerance) or not 0 <= tolerance < 0.2:
             raise UserError(f"tolerance={tolerance}: use a total variation from 0 to 0.2, e.g. 0.01 for bfloat16")
         self.alpha, self.tolerance = alpha, tolerance
         self.tokens = self.impossible = 0
@@ -198,7 +201,16 @@ def plan(tv: float, alpha: float = 1e-3, power: float = 0.9, witness: float = 0.
     grows as 1 / tv^2. Raises UserError for numbers that are no probabilities.
     """
     for name, value in (("tv", tv), ("alpha", alpha), ("power", power), ("witness", witness)):
-        if not 0 < value < 1:
+        if not _number(value) or not 0 < value < 1:
             raise UserError(f"plan.{name}={value}: use a number between 0 and 1")
     variance = witness * (1 - witness)
-    return eprocess.first(lambda n: eprocess.resolution(variance, n, len(scores.NAMES), alpha, power) <= tv)
+    tokens = eprocess.first(lambda n: eprocess.resolution(variance, n, len(scores.NAMES), alpha, power) <= tv)
+    if tokens >= eprocess.MOST:
+        raise UserError(
+            f"plan.tv={tv}: no number of tokens that anyone could emit shows so small a bias, use a larger one"
+        )
+    return tokens
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from statistics import NormalDist
+from typing import Any
 
 import torch
 from torch import Tensor
 
 LAMBDAS = (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)  # each for both signs; scores range over at most 2
+MOST = 1 << 50
 STAKES = (1.0, 10.0, 1e6)  # on what cannot happen at all; those that a tolerance would ruin at once are lowered
 
 
@@ -55,9 +57,9 @@ def resolution(variance: float, tokens: float, scores: int, alpha: float, power:
 
 
 def first(enough: Callable[[int], bool]) -> int:
-    """The smallest positive number for which a monotone condition holds, up to 2^50."""
+    """The smallest positive number for which a monotone condition holds, up to MOST."""
     high = 1
-    while not enough(high) and high < 1 << 50:
+    while not enough(high) and high < MOST:
         high *= 2
     low = high // 2
     while high - low > 1:
@@ -85,6 +87,15 @@ class Evidence:
         self.sums = self.sums + torch.stack([excess.sum(0), variance.sum(0)])
         self.count += len(excess)
         self.impossible += int(impossible.sum())
+
+    def state(self) -> dict[str, Any]:
+        """Everything, in JSON's types."""
+        counts = {"count": self.count, "impossible": self.impossible, "best": self.best}
+        return {"logs": self.logs.tolist(), "sums": self.sums.tolist(), **counts}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.logs, self.sums = (torch.tensor(state[key], dtype=torch.float64) for key in ("logs", "sums"))
+        self.count, self.impossible, self.best = state["count"], state["impossible"], state["best"]
 
     def z(self) -> float | None:
         """Of the score that stands out most; None where none of them could vary."""

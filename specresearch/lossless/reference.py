@@ -18,6 +18,7 @@ from specresearch.sampling import Sampler
 from specresearch.types import Target, UserError
 
 Line = dict[str, Any]
+EDGE_SHARE = 1e-6  # of the law with looser truncations, mixed into p: no more than rounding
 CHUNK = 256  # places whose rows [CHUNK, V] are held at once; a longer answer's prefix is computed again for each
 
 
@@ -41,9 +42,12 @@ class Reference:
         stride: int | None = None,
         draft: Target | None = None,
     ):
-        if context < 1 or (stride is not None and stride < 1):
+        if type(context) is not int or context < 1 or (stride is not None and stride < 1):
             raise UserError(f"context={context}, stride={stride}: the weak draft needs at least one token to see")
         self.target, self.sampler, self.draft = target, sampler, draft
+        # Another order of summation moves the edge of a truncation: a token there is no proof against a right engine.
+        truncates = sampler.top_p < 1 or sampler.top_k or sampler.min_p
+        self.loose = sampler.loosened() if truncates and sampler.temperature else None
         self.context, self.stride = context, stride or context
 
     def rows(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -56,18 +60,26 @@ class Reference:
         """The same piece by piece -> the tokens [k], p, q [k, V] of up to CHUNK places."""
         if not prompt_ids:
             raise UserError("an answer without prompt_ids cannot be judged: its first token has no prefix")
+        most, largest = len(prompt_ids) + len(output_ids), max(*prompt_ids, *output_ids, 0)
+        if largest >= self.target.vocab_size:
+            raise UserError(f"token {largest} lies outside the target's vocabulary of {self.target.vocab_size}")
+        if most > self.target.context + 1:
+            raise UserError(
+                f"an answer of {most} tokens, its prompt included, exceeds the context of {self.target.context}"
+            )
         ids = torch.tensor([*prompt_ids, *output_ids], device=self.target.device)
-        if int(ids.max()) >= self.target.vocab_size:
-            raise UserError(f"token {int(ids.max())} lies outside the target's vocabulary of {self.target.vocab_size}")
         size = max(CHUNK // self.stride, 1) * self.stride
         for start in range(len(prompt_ids) - 1, len(ids) - 1, size):
             places = torch.arange(start, min(start + size, len(ids) - 1), device=ids.device)
-            p = self.target.plain(ids[None, : int(places[-1]) + 1], places)[0]
-            yield ids[places + 1], self._law(p, ids, places), self._law(self._weak(ids, places), ids, places)
+            logits = self.target.plain(ids[None, : int(places[-1]) + 1], places)[0]
+            p = self._law(self.sampler, logits, ids, places)
+            if self.loose is not None:
+                p = torch.lerp(p, self._law(self.loose, logits, ids, places), EDGE_SHARE)
+            yield ids[places + 1], p, self._law(self.sampler, self._weak(ids, places), ids, places)
 
-    def _law(self, logits: Tensor, ids: Tensor, places: Tensor) -> Tensor:
+    def _law(self, sampler: Sampler, logits: Tensor, ids: Tensor, places: Tensor) -> Tensor:
         history = ids.expand(len(places), -1)
-        return self.sampler.warp(self.sampler.process(logits[:, None], history, places + 1))[:, 0]
+        return sampler.warp(sampler.process(logits[:, None], history, places + 1))[:, 0]
 
     def _weak(self, ids: Tensor, places: Tensor) -> Tensor:
         """Raw logits [k, V] of the draft, or of the target on short windows."""

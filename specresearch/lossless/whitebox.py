@@ -54,6 +54,16 @@ class Log:
     steps: int = 0
     uncovered: set[str] = field(default_factory=set)  # verifiers that could not be replayed
 
+    def state(self) -> dict[str, Any]:
+        """Everything, in JSON's types."""
+        evidence = {name: own.state() for name, own in self.evidence.items()}
+        return {"evidence": evidence, "steps": self.steps, "uncovered": sorted(self.uncovered)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        for name, own in self.evidence.items():
+            own.load(state["evidence"][name])
+        self.steps, self.uncovered = state["steps"], set(state["uncovered"])
+
     def add(self, events: list[Event]) -> None:
         for name, evidence in self.evidence.items():
             own = [event for event in events if event.name == name]
@@ -70,7 +80,8 @@ class WhiteBox(Verifier):
     def __init__(self, verifier: Verifier, log: Log):
         self.verifier, self.log = verifier, log
         self.laws, self.growths, self.chain_only = verifier.laws, verifier.growths, verifier.chain_only
-        self.greedy_only, self.lossy, self.replay = verifier.greedy_only, verifier.lossy, verifier.replay
+        self.greedy_only, self.replay = verifier.greedy_only, verifier.replay
+        self.lossy, self.tv_bound = verifier.lossy, verifier.tv_bound
 
     def verify(self, tree: Tree, p: Probs, rng: Rng) -> Verdict:
         verdict = self.verifier.verify(tree, p, rng)
