@@ -3,10 +3,11 @@
 import pytest
 import torch
 from helpers import decode, trees
+from mutants import ResampleFromP, SquareRoot
 
 from specresearch.drafters.ngram import NGram
 from specresearch.drafters.small_lm import SmallLM
-from specresearch.kernels.verify import DrawnRule, walk
+from specresearch.kernels.verify import walk
 from specresearch.lossless.blackbox import BlackBox
 from specresearch.lossless.reference import Reference, judge
 from specresearch.lossless.whitebox import Log, WhiteBox, findings, verdict_of
@@ -111,43 +112,24 @@ class Mutant(Verifier):
         return walk(tree, self.rule(p, tree), rng)
 
 
-class SquareRoot(DrawnRule):
-    def accept(self, child, token, trying, rng):
-        return super().accept(child, token, trying, Bent(rng, torch.sqrt))
+class OtherCoins:
+    """An rng whose coins are another's."""
 
-
-class Bent:
-    """An rng whose thresholds are bent, or whose coins are another's."""
-
-    def __init__(self, rng, bend=lambda t: t, coin=None):
-        self.rng, self.bend, self.coin = rng, bend, coin
+    def __init__(self, rng, coin):
+        self.pick, self.coin = rng.pick, coin
 
     def accept(self, coin_id, threshold):
-        threshold = self.bend(threshold.clamp(min=0))
-        if self.coin is None:
-            return self.rng.accept(coin_id, threshold)
-        return self.coin(coin_id) < threshold
-
-    def pick(self, weights):
-        return self.rng.pick(weights)
+        return self.coin(coin_id) < threshold.clamp(min=0)
 
     def uniforms(self, nodes):
         return None
-
-
-class ResampleFromP(DrawnRule):
-    def accept(self, child, token, trying, rng):
-        before = self.residual
-        ok = super().accept(child, token, trying, rng)
-        self.residual = before
-        return ok
 
 
 class DraftsOwnCoin(Rejection):
     """The uniform that drew a chain's draft decides about it as well."""
 
     def verify(self, tree, p, rng):
-        return super().verify(tree, p, Bent(rng, coin=lambda child: rng.uniform(1, (child - 1) * 4096)))
+        return super().verify(tree, p, OtherCoins(rng, lambda child: rng.uniform(1, (child - 1) * 4096)))
 
 
 class RawBonus(Rejection):
