@@ -22,7 +22,8 @@ from specresearch import cli, console, overrides
 from specresearch.build import build, make, settings_of
 from specresearch.metrics import Block, Line, acceptance, rate, ratio
 from specresearch.provenance import provenance
-from specresearch.run import Run, read_finished
+from specresearch.results import read_finished
+from specresearch.run import Run
 from specresearch.types import Target
 
 DRAFTERS = ("ngram", "medusa", "small_lm", "eagle")

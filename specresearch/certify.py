@@ -34,7 +34,7 @@ from specresearch.metrics import Line, from_drafts
 from specresearch.overrides import CONF, one_line
 from specresearch.prompts import Question
 from specresearch.provenance import provenance
-from specresearch.run import append_lines, read_lines, write_lines
+from specresearch.results import append_lines, read_lines, write_lines
 from specresearch.sampling import Sampler
 from specresearch.types import Target, TreePolicy, UserError, Verifier
 

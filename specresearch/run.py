@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from specresearch.lossless.reference import Reference, judge
 from specresearch.lossless.whitebox import Log, WhiteBox, findings
 from specresearch.metrics import Block, Line, from_drafts, summarise
 from specresearch.prompts import Question
+from specresearch.results import append_lines, read_finished, write_lines
 from specresearch.trees.static import StaticTree
 from specresearch.types import UserError
 
@@ -221,40 +221,3 @@ class Run:
 def digest(questions: Sequence[Question], settings: Settings) -> str:
     """Tells whether a resumed run still is the same one."""
     return hashlib.sha256(repr((questions, settings)).encode()).hexdigest()[:16]
-
-
-def read_finished(folder: Path) -> tuple[list[Line], list[Block]]:
-    """The complete blocks of an earlier try, and the answers in them; answers of a block that broke off are redone."""
-    blocks, lines = read_lines(folder / "blocks.jsonl"), read_lines(folder / "trace.jsonl")
-    done = sum(block["answers"] for block in blocks)
-    if len(lines) < done:
-        raise UserError(f"{folder}/trace.jsonl has lost answers ({len(lines)} of {done}): start a new run")
-    return lines[:done], blocks
-
-
-def read_lines(path: Path) -> list[Line]:
-    """A last line that a crash cut short does not count. Raises UserError for a file that holds something else."""
-    if not path.exists():
-        return []
-    lines = []
-    texts = path.read_bytes().split(b"\n")
-    for number, text in enumerate(texts, 1):
-        try:
-            line = json.loads(text) if text.strip() else None
-        except ValueError:
-            if number == len(texts):
-                break
-            raise UserError(f"{path} line {number} is damaged: start a new run") from None
-        if line is not None and not isinstance(line, dict):
-            raise UserError(f"{path} line {number} is damaged: start a new run")
-        lines += [line] if line else []
-    return lines
-
-
-def write_lines(path: Path, lines: Sequence[Line]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-
-
-def append_lines(path: Path, lines: Sequence[Line]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(line) + "\n" for line in lines))

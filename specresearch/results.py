@@ -1,0 +1,82 @@
+"""The files of a run's folder, written line by line and read back: comparisons, reports and replays need no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specresearch.metrics import Block, Line
+from specresearch.types import UserError
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a run left behind."""
+
+    folder: Path
+    summary: dict[str, Any]  # summary.json, with `config` and `provenance`
+    lines: list[Line]  # trace.jsonl: the answers of finished blocks
+    blocks: list[Block]  # blocks.jsonl: times and checks, block by block
+
+
+def read(folder: Path) -> Results:
+    """Raises UserError where there is no summary.json, or a file is damaged."""
+    path = folder / "summary.json"
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        missing = "is damaged" if path.exists() else "is missing: give the folder of a finished run"
+        raise UserError(f"{path} {missing}") from None
+    return Results(folder, summary, *read_finished(folder))
+
+
+def find(folders: Sequence[str | Path]) -> list[Results]:
+    """Runs by folder, in the order given; a sweep's folder stands for its jobs. Raises UserError for one that holds none."""
+    found = []
+    for folder in map(Path, folders):
+        below = sorted(folder.glob("*/summary.json"), key=lambda p: (len(p.parent.name), p.parent.name))
+        inside = [folder] if (folder / "summary.json").exists() else [path.parent for path in below]
+        if not inside:
+            raise UserError(f"{folder} holds no run: give a folder with summary.json, or the folder of a sweep")
+        found += [read(each) for each in inside]
+    return found
+
+
+def read_finished(folder: Path) -> tuple[list[Line], list[Block]]:
+    """The complete blocks of an earlier try, and the answers in them; answers of a block that broke off are redone."""
+    blocks, lines = read_lines(folder / "blocks.jsonl"), read_lines(folder / "trace.jsonl")
+    done = sum(block["answers"] for block in blocks)
+    if len(lines) < done:
+        raise UserError(f"{folder}/trace.jsonl has lost answers ({len(lines)} of {done}): start a new run")
+    return lines[:done], blocks
+
+
+def read_lines(path: Path) -> list[Line]:
+    """A last line that a crash cut short does not count. Raises UserError for a file that holds something else."""
+    if not path.exists():
+        return []
+    lines = []
+    texts = path.read_bytes().split(b"\n")
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text) if text.strip() else None
+        except ValueError:
+            if number == len(texts):
+                break
+            raise UserError(f"{path} line {number} is damaged: start a new run") from None
+        if line is not None and not isinstance(line, dict):
+            raise UserError(f"{path} line {number} is damaged: start a new run")
+        lines += [line] if line else []
+    return lines
+
+
+def write_lines(path: Path, lines: Sequence[Line]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def append_lines(path: Path, lines: Sequence[Line]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
