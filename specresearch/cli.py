@@ -26,6 +26,7 @@ from specresearch.build import Streamer, build, make, settings_of
 from specresearch.metrics import NUMBERS
 from specresearch.overrides import CONF
 from specresearch.provenance import peak_memory, provenance
+from specresearch.results import write_pieces
 from specresearch.run import Run
 from specresearch.types import UserError
 
@@ -124,6 +125,7 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any]
     for block in measured.blocks:
         for reason in block["speculative"]["skipped"]:
             print(f"warning: skipped: {reason}", file=sys.stderr)
+    write_pieces(folder, measured.lines, parts.target.text)
     save(folder / "summary.json", summary)
     console.show(summary, folder, tracker.finish(summary))
     if interrupted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ class Results:
     summary: dict[str, Any]  # summary.json, with `config` and `provenance`
     lines: list[Line]  # trace.jsonl: the answers of finished blocks
     blocks: list[Block]  # blocks.jsonl: times and checks, block by block
+    pieces: dict[int, str]  # tokens.json: the text of every token in the trace; empty for a run that broke off
 
 
 def read(folder: Path) -> Results:
@@ -30,7 +31,9 @@ def read(folder: Path) -> Results:
     except (OSError, ValueError):
         missing = "is damaged" if path.exists() else "is missing: give the folder of a finished run"
         raise UserError(f"{path} {missing}") from None
-    return Results(folder, summary, *read_finished(folder))
+    named = folder / "tokens.json"
+    pieces = json.loads(named.read_text(encoding="utf-8")) if named.exists() else {}
+    return Results(folder, summary, *read_finished(folder), {int(token): text for token, text in pieces.items()})
 
 
 def find(folders: Sequence[str | Path]) -> list[Results]:
@@ -43,6 +46,14 @@ def find(folders: Sequence[str | Path]) -> list[Results]:
             raise UserError(f"{folder} holds no run: give a folder with summary.json, or the folder of a sweep")
         found += [read(each) for each in inside]
     return found
+
+
+def write_pieces(folder: Path, lines: Sequence[Line], text: Callable[[list[int]], str]) -> None:
+    """The text of each token that the trace names, so that it can be read without the tokenizer."""
+    ids = {token for line in lines for token in line["prompt_ids"] + line["output_ids"]}
+    ids |= {token for line in lines for step in line["steps"] for token in step["tokens"] if token >= 0}
+    pieces = {str(token): text([token]) for token in sorted(ids)}
+    (folder / "tokens.json").write_text(json.dumps(pieces, ensure_ascii=False), encoding="utf-8")
 
 
 def read_finished(folder: Path) -> tuple[list[Line], list[Block]]:
