@@ -213,10 +213,10 @@ def llama(seed=0, **options):
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "eos_token_id": 256, **options})).to(DEVICE)
 
 
-def adapt(model, kernels="auto", make=None):
+def adapt(model, kernels="auto", make=None, fast="off"):
     backend.use(name=kernels)
     try:
-        return make(model, 1) if make else HFModel(model, tiny.byte_tokenizer(), "model-x")
+        return make(model, 1) if make else HFModel(model, tiny.byte_tokenizer(), "model-x", fast)
     finally:
         backend.use(name="auto")
 
@@ -241,12 +241,13 @@ def passes(model):
 
 
 @needs_triton
-def test_models_give_the_same_logits_on_triton(monkeypatch):
+@pytest.mark.parametrize("fast", ["auto", "off"])
+def test_models_give_the_same_logits_on_triton(monkeypatch, fast):
     """The whole model, and its first layer alone."""
     calls = []
     inner = attention._triton
     monkeypatch.setattr(attention, "_triton", lambda *args: calls.append(1) or inner(*args))
-    whole = adapt(llama(num_key_value_heads=1), "triton")
+    whole = adapt(llama(num_key_value_heads=1), "triton", fast=fast)
     early = adapt(whole, "triton", HFModel.first_layers)
     for model, layers in ((whole, 2), (early, 1)):
         results = []

@@ -19,6 +19,7 @@ from specresearch.kernels.mask import pack_words
 from specresearch.kernels.tree import ancestors
 from specresearch.models.attention import Takeover, TreeMask
 from specresearch.models.cache import LayerShape, SlotCache
+from specresearch.models.fast import FastForward, View
 from specresearch.models.linear import quicken
 from specresearch.sampling import Sampler
 from specresearch.types import Step, Tap, Target, TargetOutput, Tree, UserError, Verdict
@@ -29,7 +30,7 @@ PREFILL_CHUNK = 512  # tokens of a prompt fed at once: bounds the mask and the a
 class HFModel(Target):
     """Every pass is told its positions, its mask and the slots it writes; the wrapped model keeps no state of its own."""
 
-    def __init__(self, model: Any, tokenizer: Any, name: str):
+    def __init__(self, model: Any, tokenizer: Any, name: str, fast: str = "auto"):
         self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
         quicken(model)  # a tree is a few rows
         self.device = model.get_input_embeddings().weight.device
@@ -51,8 +52,9 @@ class HFModel(Target):
         self.takeover = Takeover(self.blocks)
         self.ours = False  # whether the tree kernel computes the attention of a pass: set by the check
         self._packed_only = False
+        self.fast: FastForward | None = None
         self._hook()
-        self._check()
+        self._choose(fast)
 
     # -- the model as it is ------------------------------------------------------------------------------------------
 
@@ -111,6 +113,18 @@ class HFModel(Target):
         self.blocks[0].register_forward_pre_hook(first, with_kwargs=True)
         for index, block in enumerate(self.blocks):
             block.register_forward_hook(stream(index + 1))
+
+    def _choose(self, fast: str) -> None:
+        """Our own forward where the model's family has one and it computes what the model's own does, else the model's."""
+        if fast not in ("auto", "off"):
+            raise UserError(f"fast={fast}: use auto or off")
+        if fast == "auto" and FastForward.serves(self.model):
+            self.fast = FastForward(self.model, self.blocks, self.head)
+            try:
+                return self._require_exact()
+            except UserError:
+                self.fast = None
+        self._check()
 
     def _check(self) -> None:
         """Some architectures ignore explicit positions or masks. Compare tree passes with the plain forward, once.
@@ -191,7 +205,7 @@ class HFModel(Target):
         text.num_hidden_layers = count
         if isinstance(getattr(text, "layer_types", None), list):
             text.layer_types = text.layer_types[:count]  # a cache is made with as many layers as these
-        return HFModel(model, self.tokenizer, f"{self.name}[:{count}]")
+        return HFModel(model, self.tokenizer, f"{self.name}[:{count}]", "auto" if self.fast else "off")
 
     # -- the target's role -------------------------------------------------------------------------------------------
 
@@ -234,15 +248,15 @@ class HFModel(Target):
         at = torch.arange(count, device=self.device) if rows is None else torch.tensor(rows, device=self.device)
         slots = (at * cache.slots + length + start)[:, None] + torch.arange(width, device=self.device)
         cache.aim(slots.flatten(), rows, visible)
+        tokens = tokens.clamp(max=self.embedded - 1)  # a draft model may lack the target's padded ids
+        positions = positions.clamp(max=self.context - 1)  # nodes past the context are never emitted
+        if self.fast is not None:
+            return self.fast(tokens, positions, cache, self._view(length, mask, visible), keep, taps)
         self._keep, self._captured = keep, dict.fromkeys(taps) if taps else None  # type: ignore[assignment]
         kwargs = {self.cache_name: cache, "use_cache": True, **self._masks(length, mask, visible)}
         try:
             with self.takeover() if self.ours else nullcontext():
-                logits = self.model(
-                    input_ids=tokens.clamp(max=self.embedded - 1),  # a draft model may lack the target's padded ids
-                    position_ids=positions.clamp(max=self.context - 1),  # nodes past the context are never emitted
-                    **kwargs,
-                ).logits
+                logits = self.model(input_ids=tokens, position_ids=positions, **kwargs).logits
             captured = self._captured
         finally:
             self._keep = self._captured = None
@@ -253,6 +267,11 @@ class HFModel(Target):
     def _on_kernel(self) -> bool:
         width = max(self.shapes[0].key_width, self.shapes[0].value_width)
         return serves(self.model.get_input_embeddings().weight, width)
+
+    def _view(self, length: Tensor, mask: Tensor, visible: int) -> View:
+        if self._on_kernel():
+            return View(pack_words(mask), length, None)
+        return View(None, length, additive(mask, length, visible, self.dtype))
 
     def _masks(self, length: Tensor, mask: Tensor, visible: int) -> dict[str, Any]:
         """The keywords that tell a pass what its queries see: packed for the tree kernel, else one 4-D mask for all layers.

@@ -32,7 +32,13 @@ def resolve_dtype(dtype: str | None, device: torch.device) -> torch.dtype:
 
 
 def load(
-    *, id: str, revision: str | None = None, dtype: str | None = None, device: str = "auto", device_map: Any = None
+    *,
+    id: str,
+    revision: str | None = None,
+    dtype: str | None = None,
+    device: str = "auto",
+    device_map: Any = None,
+    fast: str = "auto",
 ) -> HFModel:
     """A model from the Hub or a local folder. Raises UserError if it cannot be had or cannot be used."""
     if not isinstance(id, str) or not id:
@@ -54,7 +60,7 @@ def load(
         tokenizer = transformers.AutoTokenizer.from_pretrained(id, revision=revision)
     except (OSError, ValueError, KeyError):
         tokenizer = None
-    return HFModel(model, tokenizer, id)
+    return HFModel(model, tokenizer, id, fast)
 
 
 def _why_not(id: str, error: Exception) -> str:

