@@ -10,6 +10,7 @@ from torch import Tensor
 from specresearch.models.checkpoints import shipped
 from specresearch.models.distilled import is_student, load_student
 from specresearch.models.hf import HFModel
+from specresearch.models.linear import halve
 from specresearch.models.loading import load, require_same_vocabulary, resolve_dtype
 from specresearch.types import Drafter, Frontier, Step, Target, Tree, UserError, Verdict
 
@@ -35,6 +36,8 @@ class SmallLM(Drafter):
             self.model = target.first_layers(layers)
         else:
             self.model = _other(target, id or _shipped(target.name), revision, dtype)
+            if target.half:
+                halve(self.model.model)
         self.vocab_size = target.vocab_size
         self.vocabulary = getattr(self.model.model, "vocabulary", None)  # a distilled one knows some tokens alone
 

@@ -25,10 +25,14 @@ def provenance(target: Target) -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "git": git_state(),
         "versions": {"python": platform.python_version(), **{p: version(p) for p in PACKAGES}},
-        "device": {"kind": device, "name": name, "threads": torch.get_num_threads(), "dtype": str(target.dtype)},
+        "device": {"kind": device, "name": name, "threads": torch.get_num_threads(), "dtype": precision(target)},
         "platform": platform.platform(),
         "argv": sys.argv,
     }
+
+
+def precision(target: Target) -> str:
+    return str(target.dtype) + (" on float16 weights" if getattr(target, "half", False) else "")
 
 
 def git_state() -> dict[str, Any] | None:

@@ -303,7 +303,7 @@ MISTAKES = [
     (["~tree"], "tree"),
     (["tree.topk=[1"], "tree.topk"),
     (["verifier=greedy", "temperature=1"], "verifier=rejection"),
-    (["tree.size=3"], "tree.size=5"),
+    (["tree.size=2"], "tree.size=3"),
     (["tree.depth=0"], "tree.depth=0"),
     (["tree=static", "tree.parents=[0,1]"], "tree.parents"),
     (["tree=static", "tree.preset=oak"], "eagle1"),

@@ -18,6 +18,7 @@ from specresearch.models.eagle import EagleConfig, EagleHead
 from specresearch.models.formats import describe, to_json
 from specresearch.models.formats.common import Described, Tensors, misfits
 from specresearch.models.hf import HFModel, one_line
+from specresearch.models.linear import halve
 from specresearch.models.loading import resolve_dtype
 from specresearch.models.medusa import MedusaHeads
 from specresearch.types import UserError
@@ -131,6 +132,8 @@ def fitted_head(
     head, described = load_head(where, layers=len(target.blocks), revision=revision, config=config)
     report(head, described, where)
     fit_to(head, target, resolve_dtype(dtype, target.device) if dtype else None)
+    if target.half:
+        halve(head)
     return head
 
 

@@ -56,6 +56,11 @@ class HFModel(Target):
         self._hook()
         self._choose(fast)
 
+    @property
+    def half(self) -> bool:
+        """Whether half precision holds its matrices, though it computes in float32."""
+        return bool(getattr(self.head, "holds_half", False))
+
     # -- the model as it is ------------------------------------------------------------------------------------------
 
     @torch.inference_mode()

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from specresearch.models.hf import HFModel, one_line
+from specresearch.models.linear import halve, quicken
 from specresearch.types import UserError
 
 
@@ -39,8 +40,10 @@ def load(
     device: str = "auto",
     device_map: Any = None,
     fast: str = "auto",
+    weights: str | None = None,
 ) -> HFModel:
-    """A model from the Hub or a local folder. Raises UserError if it cannot be had or cannot be used."""
+    """A model from the Hub or a local folder. `weights` = float16: its matrices are rounded to half precision, once, and
+    all arithmetic stays float32. Raises UserError if it cannot be had or cannot be used."""
     if not isinstance(id, str) or not id:
         raise UserError(f"a model's id is a text, not {id}: use target.id=<Hub id or folder>")
     transformers.logging.set_verbosity_error()
@@ -48,6 +51,8 @@ def load(
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries would bury the one line below
     where = resolve_device(device)
     kwargs = {"revision": revision, "dtype": resolve_dtype(dtype, where)}
+    if weights not in (None, "float16") or (weights and kwargs["dtype"] != torch.float32):
+        raise UserError(f"weights={weights}: use null, or float16 with dtype=float32")
     try:
         if device_map is not None:
             kwargs["device_map"] = device_map
@@ -60,6 +65,9 @@ def load(
         tokenizer = transformers.AutoTokenizer.from_pretrained(id, revision=revision)
     except (OSError, ValueError, KeyError):
         tokenizer = None
+    if weights is not None:
+        quicken(model)
+        halve(model)
     return HFModel(model, tokenizer, id, fast)
 
 

