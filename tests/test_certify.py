@@ -23,7 +23,9 @@ def run(tmp_path, monkeypatch, capsys):
 
     def call(*overrides: str, folder: str = "out"):
         resumes = any(o.startswith("resume=") for o in overrides)
-        given = [*overrides] if resumes else [*BASE, *overrides, f"hydra.run.dir={tmp_path}/{folder}"]
+        drafter = [] if any(o.startswith("drafter=") for o in overrides) else ["drafter=ngram"]
+        base = [] if resumes else [*BASE, *drafter, f"hydra.run.dir={tmp_path}/{folder}"]
+        given = [*base, *overrides]
         monkeypatch.setattr("sys.argv", ["certify", *given])
         with pytest.raises(SystemExit) as left:
             certify.main()
