@@ -26,6 +26,7 @@ from specresearch.build import Streamer, build, make, settings_of
 from specresearch.metrics import NUMBERS
 from specresearch.overrides import CONF
 from specresearch.provenance import peak_memory, provenance
+from specresearch.report import write
 from specresearch.results import write_pieces
 from specresearch.run import Run
 from specresearch.types import UserError
@@ -127,6 +128,8 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any]
             print(f"warning: skipped: {reason}", file=sys.stderr)
     write_pieces(folder, measured.lines, parts.target.text)
     save(folder / "summary.json", summary)
+    if cfg.get("report"):
+        write_report(folder)
     console.show(summary, folder, tracker.finish(summary))
     if interrupted:
         left = (
@@ -136,6 +139,15 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any]
         )
         print(f"interrupted: {left}go on with  python -m specresearch resume={folder}", file=sys.stderr)
     return summary, interrupted
+
+
+def write_report(folder: Path) -> None:
+    """A fault in drawing never loses a run that is saved already."""
+    try:
+        write(folder)
+    except Exception as error:
+        again = f"python -m specresearch.report {folder}"
+        print(f"warning: report.html was not written ({type(error).__name__}: {error}); try  {again}", file=sys.stderr)
 
 
 def save(path: Path, summary: dict[str, Any]) -> None:
