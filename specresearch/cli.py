@@ -27,7 +27,7 @@ from specresearch.metrics import NUMBERS
 from specresearch.overrides import CONF
 from specresearch.provenance import peak_memory, provenance
 from specresearch.report import write
-from specresearch.results import write_pieces
+from specresearch.results import Results, write_pieces
 from specresearch.run import Run
 from specresearch.types import UserError
 
@@ -126,10 +126,10 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any]
     for block in measured.blocks:
         for reason in block["speculative"]["skipped"]:
             print(f"warning: skipped: {reason}", file=sys.stderr)
-    write_pieces(folder, measured.lines, parts.target.text)
+    pieces = write_pieces(folder, measured.lines, parts.target.text)
     save(folder / "summary.json", summary)
     if cfg.get("report"):
-        write_report(folder)
+        write_report(Results(folder, summary, measured.lines, measured.blocks, pieces))
     console.show(summary, folder, tracker.finish(summary))
     if interrupted:
         left = (
@@ -141,12 +141,12 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any]
     return summary, interrupted
 
 
-def write_report(folder: Path) -> None:
+def write_report(results: Results) -> None:
     """A fault in drawing never loses a run that is saved already."""
     try:
-        write(folder)
+        write(results)
     except Exception as error:
-        again = f"python -m specresearch.report {folder}"
+        again = f"python -m specresearch.report {results.folder}"
         print(f"warning: report.html was not written ({type(error).__name__}: {error}); try  {again}", file=sys.stderr)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specresearch import console
-from specresearch.report import of_folders
+from specresearch.report import comparison_report, run_report
 from specresearch.results import find
 from specresearch.types import UserError
 
@@ -24,7 +24,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         folders, out = _parsed(arguments)
-        page = of_folders(find(folders))
+        found = find(folders)
+        page = run_report(found[0]) if len(found) == 1 else comparison_report(found)
         path = out or (Path(folders[0]) if len(folders) == 1 else Path()) / "report.html"
         path.write_text(page, encoding="utf-8")
     except UserError as error:

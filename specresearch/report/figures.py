@@ -1,4 +1,4 @@
-"""A figure per function: acceptance, the tree, kinds. Each takes one run or several, and comes with its numbers as a table."""
+"""A figure per function: acceptance and kinds. Each takes one run or several, and comes with its numbers as a table."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from markupsafe import Markup
 from specresearch.console import number as shown
 from specresearch.report.subject import Subject
 from specresearch.report.svg import WIDTH, Axes, chart, dot, frame, line, mark, rect, tag, text
-from specresearch.report.tally import Ranks, likeliest
-
-NODES = 40  # of the tree that is drawn
 
 
 @dataclass(frozen=True)
@@ -21,6 +18,7 @@ class Table:
     caption: str
     headings: Sequence[str]
     rows: Sequence[Sequence[Any]]
+    words: Sequence[int] = ()  # columns of text
 
 
 @dataclass(frozen=True)
@@ -132,77 +130,13 @@ def _lines(
     return shapes
 
 
-def tree(run: Subject) -> Figure:
-    """Every node by its path of ranks: how often it was drafted (the edge) and kept (the disc)."""
-    nodes, steps = likeliest(run.tally, NODES), max(run.tally.steps, 1)
-    rows = _layout(nodes)
-    deepest = max((len(node) for node in nodes), default=1)
-    height = int(34 + 17 * max([1.0, *(row + 1 for row in rows.values())]))
-    axes = Axes(x=(0, deepest), y=(0, 1), height=height, left=14, right=46)
-
-    def at(node: Ranks) -> tuple[float, float]:
-        return axes.px(len(node)), 30 + 17 * rows[node]
-
-    edges, discs = [], []
-    for node in nodes:
-        kept, drafted = run.tally.accepted[node] / steps, run.tally.drafted[node] / steps
-        (x, y), (x0, y0) = at(node), at(node[:-1])
-        middle = (x0 + x) / 2
-        curve = f"M{x0:.1f} {y0:.1f} C{middle:.1f} {y0:.1f} {middle:.1f} {y:.1f} {x:.1f} {y:.1f}"
-        edges.append(tag("path", d=curve, class_="edge", style=f"stroke-width:{0.6 + 3 * drafted:.2f}"))
-        name = "child " + " › ".join(map(str, node))
-        tip = f"{name}: kept in {kept:.1%} of all steps; drafted in {drafted:.1%}, kept there {_of(kept, drafted)}"
-        shown = text(x + 9, y + 3.5, f"{kept:.0%}" if kept >= 0.005 else "·", "start", "value")
-        seen = tag("circle", cx=x, cy=y, r=5.5, class_="node", style=f"--a:{min(1.0, kept * 1.6) ** 0.6:.3f}")
-        discs.append(mark(tip, tag("circle", cx=x, cy=y, r=8.5, class_="hit"), seen, shown, class_="d-draft"))
-    heads = [text(axes.px(d), 14, "root" if d == 0 else str(d), "middle", "tick") for d in range(deepest + 1)]
-    root = tag("circle", cx=at(())[0], cy=at(())[1], r=5.5, class_="root")
-    left_out = len(run.tally.drafted) - len(nodes)
-    return Figure(
-        "The tree, as it was accepted",
-        chart(height, f"The drafted tree, {len(nodes)} nodes", *heads, *edges, root, *discs),
-        f"Columns are depths, siblings stand in try order. The number, and the depth of colour, is the share of all steps "
-        f"that kept the node; the width of its edge, the share that drafted it."
-        + (f" The {NODES} nodes kept most often, {left_out:,} more not drawn." if left_out else ""),
-        Table(
-            "Nodes of the tree by path of ranks",
-            ("node", "kept, of all steps", "drafted, of all steps"),
-            [(" › ".join(map(str, n)), *_both(run, n, steps)) for n in sorted(nodes)],
-        ),
-    )
-
-
-def _both(run: Subject, node: Ranks, steps: int) -> tuple[str, str]:
-    return f"{run.tally.accepted[node] / steps:.1%}", f"{run.tally.drafted[node] / steps:.1%}"
-
-
-def _of(kept: float, drafted: float) -> str:
-    return _percent(kept / drafted if drafted else None)
-
-
-def _layout(nodes: Sequence[Ranks]) -> dict[Ranks, float]:
-    """A row for each leaf; a parent stands level with its first child, so that the first ranks make a straight line."""
-    children: dict[Ranks, list[Ranks]] = {}
-    for node in sorted(nodes):
-        children.setdefault(node[:-1], []).append(node)
-    rows: dict[Ranks, float] = {}
-    free = 0
-    for node in [(), *sorted(nodes)]:  # depth first
-        parent = node[:-1]
-        first = bool(node) and children[parent][0] == node
-        if node and not first:
-            free += 1
-        rows[node] = float(free)
-    return rows
-
-
 def kinds(runs: Sequence[Subject]) -> Figure:
     """Accepted length of each kind of prompt."""
     names = list(dict.fromkeys(kind for run in runs for kind in run.summary["by_kind"]))
     values = [run.summary["by_kind"][k]["mean_accepted_length"] for run in runs for k in run.summary["by_kind"]]
     high = max([v for v in values if v is not None], default=1.0)
     height = 46 + 22 * max(len(names), 1)
-    axes = Axes(x=(1.0, max(high, 1.5) * 1.03), height=height, left=104, bottom=38, top=8)
+    axes = Axes(x=(1.0, max(high, 1.5) * 1.03), height=height, left=104)
     shapes = [frame(axes, "accepted length", y_ticks=[])]
     for row, kind in enumerate(names):
         y = 18 + 22 * row

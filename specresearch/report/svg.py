@@ -21,10 +21,10 @@ class Axes:
 
     x: tuple[float, float]
     y: tuple[float, float] = (0.0, 1.0)
-    height: int = 220
+    height: int = 230
     left: int = 42
     right: int = 12
-    top: int = 12
+    top: int = 26  # room for the name of the y axis, and for a bar's own number
     bottom: int = 38
 
     def px(self, value: float) -> float:
@@ -38,7 +38,9 @@ class Axes:
 
 def tag(name: str, *children: str, **attributes: object) -> Markup:
     """An element; everything that is no Markup is escaped. `class_` is class, `data_tip` is data-tip."""
-    given = ((key.rstrip("_").replace("_", "-"), _text(value)) for key, value in attributes.items() if value is not None)
+    given = (
+        (key.rstrip("_").replace("_", "-"), _text(value)) for key, value in attributes.items() if value is not None
+    )
     opening = Markup("").join(Markup(' {}="{}"').format(key, value) for key, value in given)
     return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), opening, Markup("").join(map(escape, children)))
 
@@ -128,5 +130,5 @@ def frame(
     parts.append(tag("line", x1=axes.left, x2=WIDTH - axes.right, y1=bottom, y2=bottom, class_="axis"))
     parts.append(text(WIDTH - axes.right, axes.height - 5, x_label, "end", "label"))
     if y_label:
-        parts.append(text(2, axes.top - 2, y_label, "start", "label"))
+        parts.append(text(2, 10, y_label, "start", "label"))
     return Markup("").join(parts)

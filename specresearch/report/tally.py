@@ -99,4 +99,3 @@ def decode_cost(blocks: Sequence[Block], steps: int) -> dict[str, float] | None:
         return None
     own = part_seconds(blocks)
     return {part: own[part] / steps / (seconds / tokens) for part in PARTS[1:]}
-

@@ -59,7 +59,7 @@ def _answer(line: Line, pieces: dict[int, str], room: int) -> Data | None:
             break
         steps.append(compact)
     whole = len(steps) == len(line["steps"])
-    return head | {"steps": steps} if room >= 0 and whole or len(steps) >= 20 else None
+    return head | {"steps": steps} if (room >= 0 and whole) or len(steps) >= 20 else None
 
 
 def _step(step: Line) -> list[Any]:

@@ -88,9 +88,12 @@ def tables(run: Subject) -> list[Table]:
         made += [_black_box(found), _scores(found)]
     if claims := found.get("white_box"):
         rows = [
-            (c["claim"], c["verdict"].replace("_", " "), f"{c['n']:,}", number(c["z"]), number(c["log10_e"])) for c in claims
+            (c["claim"], c["verdict"].replace("_", " "), f"{c['n']:,}", number(c["z"]), number(c["log10_e"]))
+            for c in claims
         ]
-        made.append(Table("White box: the run's own log, claim by claim", ("claim", "verdict", "n", "z", "log₁₀ E"), rows))
+        made.append(
+            Table("White box: the run's own log, claim by claim", ("claim", "verdict", "n", "z", "log₁₀ E"), rows, (1,))
+        )
     return made
 
 

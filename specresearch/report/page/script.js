@@ -84,6 +84,12 @@
   const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
   const quoted = (tokens) => tokens.map((token) => `“${visible(piece(token))}”`).join(" ");
 
+  const code = (token) => { // its leading spaces apart, so that no line strikes them out
+    const text = visible(piece(token)), bare = text.trimStart(), element = make("code");
+    element.append(text.slice(0, text.length - bare.length), make("span", "bare", bare));
+    return element;
+  };
+
   const tokenSpan = (token, origin) => {
     const text = piece(token), span = make("span", `token ${origin}`);
     span.textContent = text.includes("\n") ? text.replace(/\n/g, "↵\n") : text;
@@ -121,7 +127,7 @@
       item.style.setProperty("--depth", Math.min(depth, 10));
       item.append(make("span", "sign", { kept: "✓", rejected: "✗", unreached: "·" }[state]));
       item.append(make("span", "unseen", `depth ${depth + 1}, ${state}: `));
-      item.append(make("code", "", visible(piece(tokens[node - 1]))));
+      item.append(code(tokens[node - 1]));
       item.append(make("span", "score", score === null ? "" : score.toFixed(2)));
       list.append(item);
     });
