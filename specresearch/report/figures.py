@@ -141,7 +141,7 @@ def kinds(runs: Sequence[Subject]) -> Figure:
     for row, kind in enumerate(names):
         y = 18 + 22 * row
         shapes.append(tag("line", x1=axes.left, x2=WIDTH - axes.right, y1=y, y2=y, class_="rule"))
-        shapes.append(text(axes.left - 8, y + 3.5, kind[:17], "end", "tick"))
+        shapes.append(text(axes.left - 8, y + 3.5, kind if len(kind) <= 15 else kind[:14] + "…", "end", "tick"))
         for run in runs:
             own = run.summary["by_kind"].get(kind) or {}
             if (length := own.get("mean_accepted_length")) is not None:

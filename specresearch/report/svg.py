@@ -79,7 +79,9 @@ def dot(x: float, y: float, tip: str, class_: str, shape: int = 0) -> Markup:
 
 
 def line(axes: Axes, points: Sequence[tuple[float, float]], class_: str) -> Markup:
-    return path([(axes.px(x), axes.py(y)) for x, y in points], f"line {class_}")
+    """Nothing for a single point."""
+    drawn = [(axes.px(x), axes.py(y)) for x, y in points]
+    return path(drawn, f"line {class_}") if len(drawn) > 1 else Markup("")
 
 
 def chart(height: int, label: str, *content: Markup) -> Markup:

@@ -62,7 +62,7 @@ def _stacked(rows: Sequence[Bar], x_label: str) -> Markup:
     shapes = [frame(axes, x_label, y_ticks=[])]
     for row, (name, own) in enumerate(rows):
         y, x = 18 + step * row, 0.0
-        shapes.append(text(axes.left, y - 4, name[:58], "start", "tick"))
+        shapes.append(text(axes.left, y - 4, name if len(name) <= 44 else name[:43] + "…", "start", "tick"))
         shapes.append(text(WIDTH - axes.right, y - 4, f"{sum(own.values()):.4g}", "end", "value"))
         for part, value in own.items():
             shapes.append(segment(axes, x, value, y, f"{name}, {part}: {value:.3g} {x_label.split(' per')[0]}", part))
