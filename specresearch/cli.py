@@ -74,6 +74,8 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any]
         raise UserError(
             f"objective={cfg.objective} is no number of summary.json: {overrides.near(cfg.objective, NUMBERS)}"
         )
+    if not isinstance(cfg.get("report", False), bool):
+        raise UserError(f"report={cfg.report}: use true or false")
     questions = make(cfg, "prompts")[: settings.limit]
     parts = build(cfg)
     tracker = make(cfg, "tracker")

@@ -136,12 +136,12 @@ def kinds(runs: Sequence[Subject]) -> Figure:
     values = [run.summary["by_kind"][k]["mean_accepted_length"] for run in runs for k in run.summary["by_kind"]]
     high = max([v for v in values if v is not None], default=1.0)
     height = 46 + 22 * max(len(names), 1)
-    axes = Axes(x=(1.0, max(high, 1.5) * 1.03), height=height, left=104)
+    axes = Axes(x=(1.0, max(high, 1.5) * 1.03), height=height, left=114)
     shapes = [frame(axes, "accepted length", y_ticks=[])]
     for row, kind in enumerate(names):
         y = 18 + 22 * row
         shapes.append(tag("line", x1=axes.left, x2=WIDTH - axes.right, y1=y, y2=y, class_="rule"))
-        shapes.append(text(axes.left - 8, y + 3.5, kind if len(kind) <= 15 else kind[:14] + "…", "end", "tick"))
+        shapes.append(text(axes.left - 8, y + 3.5, kind if len(kind) <= 14 else kind[:13] + "…", "end", "tick"))
         for run in runs:
             own = run.summary["by_kind"].get(kind) or {}
             if (length := own.get("mean_accepted_length")) is not None:

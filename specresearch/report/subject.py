@@ -16,7 +16,8 @@ from specresearch.report.tally import Tally, tally
 from specresearch.results import Results
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
-ASIDE = {"resume", "report", "tracker", "profile", "objective"}  # what changes none of a run's numbers
+FIRST = ("drafter", "tree", "verifier", "target")  # in a name
+ASIDE = {"resume", "report", "tracker", "profile", "objective", "lossy"}  # what changes none of a run's numbers
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,17 @@ def names(results: Sequence[Results]) -> list[str]:
 def _differing(config: dict[str, str], configs: Sequence[dict[str, str]]) -> list[str]:
     """A part's own keys are compared only among runs that chose the same part: `drafter=eagle` says the rest."""
     found = []
-    for key, value in config.items():
+    for key, value in sorted(config.items(), key=lambda item: _rank(item[0])):
         group = key.split(".")[0]
         peers = [other for other in configs if key == group or other.get(group) == config.get(group)]
         if group not in ASIDE and any(other.get(key) != value for other in peers):
             found.append(f"{key}={value}")
     return found
+
+
+def _rank(key: str) -> int:
+    group = key.split(".")[0]
+    return FIRST.index(group) if group in FIRST else len(FIRST)
 
 
 def flat(config: dict[str, Any]) -> dict[str, str]:
