@@ -26,7 +26,8 @@ from specresearch.build import Streamer, build, make, settings_of
 from specresearch.metrics import NUMBERS
 from specresearch.overrides import CONF
 from specresearch.provenance import peak_memory, provenance
-from specresearch.results import write_pieces
+from specresearch.report import write
+from specresearch.results import Results, write_pieces
 from specresearch.run import Run
 from specresearch.types import UserError
 
@@ -73,6 +74,8 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any]
         raise UserError(
             f"objective={cfg.objective} is no number of summary.json: {overrides.near(cfg.objective, NUMBERS)}"
         )
+    if not isinstance(cfg.get("report", False), bool):
+        raise UserError(f"report={cfg.report}: use true or false")
     questions = make(cfg, "prompts")[: settings.limit]
     parts = build(cfg)
     tracker = make(cfg, "tracker")
@@ -125,8 +128,10 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any]
     for block in measured.blocks:
         for reason in block["speculative"]["skipped"]:
             print(f"warning: skipped: {reason}", file=sys.stderr)
-    write_pieces(folder, measured.lines, parts.target.text)
+    pieces = write_pieces(folder, measured.lines, parts.target.text)
     save(folder / "summary.json", summary)
+    if cfg.get("report"):
+        write_report(Results(folder, summary, measured.lines, measured.blocks, pieces))
     console.show(summary, folder, tracker.finish(summary))
     if interrupted:
         left = (
@@ -136,6 +141,15 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any]
         )
         print(f"interrupted: {left}go on with  python -m specresearch resume={folder}", file=sys.stderr)
     return summary, interrupted
+
+
+def write_report(results: Results) -> None:
+    """A fault in drawing never loses a run that is saved already."""
+    try:
+        write(results)
+    except Exception as error:
+        again = f"python -m specresearch.report {results.folder}"
+        print(f"warning: report.html was not written ({type(error).__name__}: {error}); try  {again}", file=sys.stderr)
 
 
 def save(path: Path, summary: dict[str, Any]) -> None:

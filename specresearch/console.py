@@ -60,7 +60,8 @@ def show(summary: dict[str, Any], folder: Path, where: str | None) -> None:
         table.add_row(Text(label, style="bold"), value)
     out.print(table)
     kinds(summary)
-    out.print(f"[bold]written to[/]  {folder}/  summary.json, trace.jsonl")
+    report = ", report.html" if (folder / "report.html").exists() else ""
+    out.print(f"[bold]written to[/]  {folder}/  summary.json, trace.jsonl{report}")
     if where:
         out.print(where, markup=False)
 

@@ -48,12 +48,13 @@ def find(folders: Sequence[str | Path]) -> list[Results]:
     return found
 
 
-def write_pieces(folder: Path, lines: Sequence[Line], text: Callable[[list[int]], str]) -> None:
+def write_pieces(folder: Path, lines: Sequence[Line], text: Callable[[list[int]], str]) -> dict[int, str]:
     """The text of each token that the trace names, so that it can be read without the tokenizer."""
     ids = {token for line in lines for token in line["prompt_ids"] + line["output_ids"]}
     ids |= {token for line in lines for step in line["steps"] for token in step["tokens"] if token >= 0}
-    pieces = {str(token): text([token]) for token in sorted(ids)}
+    pieces = {token: text([token]) for token in sorted(ids)}
     (folder / "tokens.json").write_text(json.dumps(pieces, ensure_ascii=False), encoding="utf-8")
+    return pieces
 
 
 def read_finished(folder: Path) -> tuple[list[Line], list[Block]]:

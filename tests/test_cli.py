@@ -320,6 +320,7 @@ MISTAKES = [
     (["stop=abc"], "stop"),
     (["baseline=maybe"], "baseline=maybe"),
     (["check=maybe"], "check=maybe"),
+    (["report=maybe"], "report=maybe"),
     (["lossy=perhaps"], "lossy=allow"),
     (["resume=nowhere"], "no run was started"),
     (["tracker=wandb", "tracker.mode=loud"], "offline"),
