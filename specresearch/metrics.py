@@ -75,6 +75,11 @@ def rate(blocks: Iterable[Block], mode: str) -> float | None:
     return ratio(sum(d["tokens"] for d in done), sum(d["seconds"] for d in done))
 
 
+def timed(block: Block) -> bool:
+    """Whether plain decoding took its turn in this block."""
+    return "speculative" in block and "baseline" in block
+
+
 def speed(blocks: Sequence[Block]) -> dict[str, Any]:
     spec, base, hf = (rate(blocks, mode) for mode in ("speculative", "baseline", "hf"))
     out = {
