@@ -13,6 +13,7 @@ NUMBERS = (
     "tokens_per_second",
     "baseline_tokens_per_second",
     "speedup",
+    "predicted_speedup",
     "hf_tokens_per_second",
     "hf_speedup",
     "peak_memory_bytes",

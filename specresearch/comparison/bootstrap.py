@@ -47,12 +47,16 @@ class Estimate:
     p: float | None = None  # two-sided
 
 
+UNKNOWN = Estimate()
+
+
 class Bootstrap:
     """Percentile intervals of `count` resamplings, the same draws for all that is asked about as many units.
 
     With few units the percentiles are too near: resampled sums vary less than sums of new questions by (n-1)/n, and the
     variance itself is uncertain. They are widened as Student's interval is against the normal one (Hesterberg 2015,
-    "What teachers should know about the bootstrap", section 4.3); p is the level at which the interval meets 1.
+    "What teachers should know about the bootstrap"). p is Student's, with the bootstrap's standard error of the logarithm:
+    a share of resamplings could not be small enough to survive the correction for many comparisons.
     """
 
     def __init__(self, count: int, confidence: float, seed: int):
@@ -68,17 +72,17 @@ class Bootstrap:
 
     def estimate(self, quotient: Quotient) -> Estimate:
         if not quotient.units:
-            return Estimate()
+            return UNKNOWN
         center = float(quotient.logarithm(np.ones((1, quotient.units)))[0])
         if not isfinite(center):
-            return Estimate()
+            return UNKNOWN
         if quotient.units < FEWEST:
             return Estimate(exp(center))
         logs = quotient.logarithm(self.weights(quotient.units))
         logs = logs[np.isfinite(logs)]
         tail = stats.norm.sf(stats.t.isf((1 - self.confidence) / 2, quotient.units - 1) / shrinkage(quotient.units))
         low, high = np.exp(np.quantile(logs, [tail, 1 - tail]))
-        return Estimate(exp(center), float(low), float(high), p_value(logs, quotient.units))
+        return Estimate(exp(center), float(low), float(high), p_value(center, float(logs.std()), quotient.units))
 
 
 def shrinkage(units: int) -> float:
@@ -86,10 +90,11 @@ def shrinkage(units: int) -> float:
     return sqrt((units - 1) / units)
 
 
-def p_value(logs: Array, units: int) -> float:
-    below, above = int((logs <= ROUNDING).sum()), int((logs >= -ROUNDING).sum())
-    share = min((min(below, above) + 1) / (len(logs) + 1), 0.5)
-    return float(2 * stats.t.sf(stats.norm.isf(share) * shrinkage(units), units - 1))
+def p_value(center: float, spread: float, units: int) -> float:
+    """Two-sided, of a logarithm that is 0 in truth; `spread` = its standard deviation over resamplings."""
+    if abs(center) < ROUNDING:
+        return 1.0
+    return float(2 * stats.t.sf(abs(center) * shrinkage(units) / max(spread, ROUNDING), units - 1))
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:

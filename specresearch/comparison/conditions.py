@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ def _same(left: Mapping[Id, Any], right: Mapping[Id, Any], one: Results, other: 
 def _other_prompts(one: Results, other: Results, left: Mapping, right: Mapping, shared: int) -> str:
     told = f"{one.folder} and {other.folder} were asked other prompts"
     if changed := [id for id in left if id in right and left[id] != right[id]]:
-        return f"{told}: question {changed[0]} has other tokens, and {len(changed) - 1} more: use the same prompts and chat template"
+        more = f" and {len(changed) - 1} more have" if len(changed) > 1 else " has"
+        return f"{told}: question {changed[0]}{more} other tokens: use the same prompts and chat template"
     both = len(left.keys() & right.keys())
     way = f", or say allow=prompts to compare them on the {shared} that all runs share" if shared else ""
     return f"{told} ({len(left)} and {len(right)} questions, {both} in both): use the same prompts and limit{way}"
@@ -128,6 +130,7 @@ def _leaves(config: Config, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield f"{prefix}{key}", short(value)
 
 
+@cache
 def option(group: str, target: str) -> str:
     """The name of the yaml that names this class; the class itself for one from elsewhere."""
     for path in sorted((Path(CONF) / group).glob("*.yaml")):

@@ -40,17 +40,17 @@ def _of(run: Results, questions: Sequence[Id]) -> list[list[Line]]:
     return [answers[id] for id in questions]
 
 
-def blocks_within(run: Results, questions: Collection[Id]) -> list[Block]:
-    """The blocks that hold none but these questions."""
-    return [block for block, lines in run.by_block() if lines and all(line["id"] in questions for line in lines)]
+def blocks_within(run: Results, questions: Collection[Id]) -> list[tuple[Block, list[Line]]]:
+    """The blocks that hold none but these questions, with their answers."""
+    return [(block, lines) for block, lines in run.by_block() if all(line["id"] in questions for line in lines)]
 
 
 def timings(run: Results, questions: Collection[Id]) -> list[Timed]:
     """The blocks that were timed in both modes and hold none but these questions."""
     found = []
-    for block, lines in run.by_block():
+    for block, lines in blocks_within(run, questions):
         ids = frozenset(line["id"] for line in lines)
-        if ids and ids <= {*questions} and timed(block):
+        if ids and timed(block):
             sums = [block[mode][key] for mode in ("speculative", "baseline") for key in ("tokens", "seconds")]
             found.append(Timed(ids, np.array(sums, float)))
     return found
