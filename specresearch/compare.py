@@ -34,12 +34,13 @@ def job(paths: Sequence[str], cfg: DictConfig) -> None:
     for warning in warnings(runs, len(shared)):
         console.note(f"warning: {warning}")
     found = compare(runs, shared, reference(cfg, runs), boot)
-    if form != "table" and cfg.out is None:
-        print(EXPORTS[form](found), end="")
-        return
-    show(found)
     if cfg.out is not None:
         Path(str(cfg.out)).write_text(EXPORTS[form](found), encoding="utf-8")
+    if form != "table" and cfg.out is None:
+        print(EXPORTS[form](found), end="")
+    else:
+        show(found)
+    if cfg.out is not None:
         console.note(f"written to {cfg.out}")
 
 

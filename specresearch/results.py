@@ -42,17 +42,24 @@ def with_answers(blocks: Sequence[Block], lines: Sequence[Line]) -> list[tuple[B
 
 def read(folder: Path) -> Results:
     """Raises UserError where there is no summary.json, or a file is damaged."""
-    path = folder / "summary.json"
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        missing = "is damaged" if path.exists() else "is missing: give the folder of a finished run"
-        raise UserError(f"{path} {missing}") from None
-    if not isinstance(summary, dict) or not {"config", "lossless", "provenance"} <= summary.keys():
+    path, named = folder / "summary.json", folder / "tokens.json"
+    if not path.exists():
+        raise UserError(f"{path} is missing: give the folder of a finished run")
+    summary = _json(path)
+    if not {"config", "lossless", "provenance"} <= summary.keys():
         raise UserError(f"{path} is no summary of a run: give the folder of a finished run")
-    named = folder / "tokens.json"
-    pieces = json.loads(named.read_text(encoding="utf-8")) if named.exists() else {}
+    pieces = _json(named) if named.exists() else {}
     return Results(folder, summary, *read_finished(folder), {int(token): text for token, text in pieces.items()})
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is damaged: leave this run out, or go on with  resume={path.parent}")
+    return found
 
 
 def find(folders: Sequence[str | Path]) -> list[Results]:

@@ -51,12 +51,11 @@ UNKNOWN = Estimate()
 
 
 class Bootstrap:
-    """Percentile intervals of `count` resamplings, the same draws for all that is asked about as many units.
+    """Intervals from `count` resamplings, the same draws for all that is asked about as many units.
 
-    With few units the percentiles are too near: resampled sums vary less than sums of new questions by (n-1)/n, and the
-    variance itself is uncertain. They are widened as Student's interval is against the normal one (Hesterberg 2015,
-    "What teachers should know about the bootstrap"). p is Student's, with the bootstrap's standard error of the logarithm:
-    a share of resamplings could not be small enough to survive the correction for many comparisons.
+    The logarithm of a ratio is taken to lie around its truth as Student's t does, with the standard deviation of the
+    resampled logarithms. (Percentiles of the resamplings are too near where units are few: of 7 questions, 95% intervals
+    hold the truth 85 times in 100; and shares of resamplings cannot be small enough to survive Holm's correction.)
     """
 
     def __init__(self, count: int, confidence: float, seed: int):
@@ -79,10 +78,9 @@ class Bootstrap:
         if quotient.units < FEWEST:
             return Estimate(exp(center))
         logs = quotient.logarithm(self.weights(quotient.units))
-        logs = logs[np.isfinite(logs)]
-        tail = stats.norm.sf(stats.t.isf((1 - self.confidence) / 2, quotient.units - 1) / shrinkage(quotient.units))
-        low, high = np.exp(np.quantile(logs, [tail, 1 - tail]))
-        return Estimate(exp(center), float(low), float(high), p_value(center, float(logs.std()), quotient.units))
+        error = float(logs[np.isfinite(logs)].std()) / shrinkage(quotient.units)
+        half = float(stats.t.isf((1 - self.confidence) / 2, quotient.units - 1)) * error
+        return Estimate(exp(center), exp(center - half), exp(center + half), p_value(center, error, quotient.units))
 
 
 def shrinkage(units: int) -> float:
@@ -90,11 +88,11 @@ def shrinkage(units: int) -> float:
     return sqrt((units - 1) / units)
 
 
-def p_value(center: float, spread: float, units: int) -> float:
-    """Two-sided, of a logarithm that is 0 in truth; `spread` = its standard deviation over resamplings."""
+def p_value(center: float, error: float, units: int) -> float:
+    """Two-sided, of a logarithm that is 0 in truth; `error` = its standard error."""
     if abs(center) < ROUNDING:
         return 1.0
-    return float(2 * stats.t.sf(abs(center) * shrinkage(units) / max(spread, ROUNDING), units - 1))
+    return float(2 * stats.t.sf(abs(center) / max(error, ROUNDING), units - 1))
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:

@@ -52,8 +52,8 @@ def _spread(found: Comparison) -> list[str]:
         return [f"No intervals: {found.questions} questions are too few ({FEWEST} are needed)."]
     boot = found.boot
     return [
-        f"In brackets: {100 * boot.confidence:.4g}% confidence intervals from {boot.count} bootstrap resamplings of the "
-        f"{found.questions} questions, widened for their number."
+        f"In brackets: {100 * boot.confidence:.4g}% confidence intervals, from {boot.count} bootstrap resamplings of the "
+        f"{found.questions} questions."
     ]
 
 
