@@ -115,15 +115,17 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any]
             console.out.print("[green]drafted and accepted[/], [yellow]the target's own (bonus)[/]\n")
         measured = Run(parts, questions, settings, folder, resumed, on_turn, on_tokens if streaming else None)
         bar.update(task, completed=len(measured.lines))
+        costs: dict[str, Any] = {"costs": None, "predicted_speedup": None}
         try:
             with profiler(settings.profile, folder):
                 measured.execute()
+            costs = measured.costs() if settings.baseline else costs
         except KeyboardInterrupt:
             interrupted = True
         except Exception:
             tracker.finish({})
             raise
-    summary = measured.summary() | {"peak_memory_bytes": peak_memory(parts.target.device), "config": config}
+    summary = measured.summary() | costs | {"peak_memory_bytes": peak_memory(parts.target.device), "config": config}
     summary |= {"provenance": provenance(parts.target), "interrupted": interrupted}
     for block in measured.blocks:
         for reason in block["speculative"]["skipped"]:

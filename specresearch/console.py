@@ -72,6 +72,8 @@ def rows(s: dict[str, Any]) -> list[tuple[str, Text]]:
         speed += f"   plain {number(s['baseline_tokens_per_second'], 1)}   speedup {number(s['speedup'])}x"
     if s.get("hf_tokens_per_second"):
         speed += f"   transformers {number(s['hf_tokens_per_second'], 1)}   {number(s['hf_speedup'])}x"
+    if s.get("predicted_speedup"):
+        speed += f"\npredicted {number(s['predicted_speedup'])}x from measured costs"
     depth = "  ".join(f"{j}: {rate:.2f}" for j, rate in enumerate(s["acceptance_rate_by_depth"], 1))
     total = sum(s["time"].values())
     time = "  ".join(f"{k} {v / total:.0%}" for k, v in s["time"].items()) if total else "-"

@@ -13,6 +13,7 @@ NUMBERS = (
     "tokens_per_second",
     "baseline_tokens_per_second",
     "speedup",
+    "predicted_speedup",
     "hf_tokens_per_second",
     "hf_speedup",
     "peak_memory_bytes",
@@ -73,6 +74,11 @@ def rate(blocks: Iterable[Block], mode: str) -> float | None:
     """Tokens per second of one mode, prefill included, warm-up excluded."""
     done = [block[mode] for block in blocks if mode in block]
     return ratio(sum(d["tokens"] for d in done), sum(d["seconds"] for d in done))
+
+
+def timed(block: Block) -> bool:
+    """Whether plain decoding took its turn in this block."""
+    return "speculative" in block and "baseline" in block
 
 
 def speed(blocks: Sequence[Block]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,18 +23,43 @@ class Results:
     blocks: list[Block]  # blocks.jsonl: times and checks, block by block
     pieces: dict[int, str]  # tokens.json: the text of every token in the trace; empty for a run that broke off
 
+    def by_question(self) -> dict[int | str, list[Line]]:
+        """The answers to each question, turn by turn, in the order in which the questions were put."""
+        found: dict[int | str, list[Line]] = {}
+        for line in self.lines:
+            found.setdefault(line["id"], []).append(line)
+        return found
+
+    def by_block(self) -> list[tuple[Block, list[Line]]]:
+        return with_answers(self.blocks, self.lines)
+
+
+def with_answers(blocks: Sequence[Block], lines: Sequence[Line]) -> list[tuple[Block, list[Line]]]:
+    """Each block with its answers, which stand in the trace one block after the other."""
+    ends = list(itertools.accumulate(block["answers"] for block in blocks))
+    return [(block, list(lines[end - block["answers"] : end])) for block, end in zip(blocks, ends)]
+
 
 def read(folder: Path) -> Results:
     """Raises UserError where there is no summary.json, or a file is damaged."""
-    path = folder / "summary.json"
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        missing = "is damaged" if path.exists() else "is missing: give the folder of a finished run"
-        raise UserError(f"{path} {missing}") from None
-    named = folder / "tokens.json"
-    pieces = json.loads(named.read_text(encoding="utf-8")) if named.exists() else {}
+    path, named = folder / "summary.json", folder / "tokens.json"
+    if not path.exists():
+        raise UserError(f"{path} is missing: give the folder of a finished run")
+    summary = _json(path)
+    if not {"config", "lossless", "provenance"} <= summary.keys():
+        raise UserError(f"{path} is no summary of a run: give the folder of a finished run")
+    pieces = _json(named) if named.exists() else {}
     return Results(folder, summary, *read_finished(folder), {int(token): text for token, text in pieces.items()})
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is damaged: leave this run out, or go on with  resume={path.parent}")
+    return found
 
 
 def find(folders: Sequence[str | Path]) -> list[Results]:

@@ -18,7 +18,9 @@ from specresearch.lossless.reference import Reference, judge
 from specresearch.lossless.whitebox import Log, WhiteBox, findings
 from specresearch.metrics import Block, Line, from_drafts, summarise
 from specresearch.prompts import Question
-from specresearch.results import append_lines, read_finished, write_lines
+from specresearch.results import append_lines, read_finished, with_answers, write_lines
+from specresearch.speed import predicted_speedup
+from specresearch.trees.optimal import sizes_to_measure
 from specresearch.trees.static import StaticTree
 from specresearch.types import UserError
 
@@ -193,6 +195,16 @@ class Run:
             if any(claim.verdict == "violation" for claim in claims) and found["verdict"] != "lossy":
                 found["verdict"] = "violation"
         return summarise(self.lines, self.blocks) | {"lossless": found}
+
+    def costs(self) -> dict[str, Any]:
+        """Seconds of target passes by their number of nodes, up to this run's largest, and the speedup that follows.
+
+        To be called when all is answered: what is in the cache is lost.
+        """
+        largest = max((len(step["tokens"]) for line in self.lines for step in line["steps"]), default=1)
+        sizes = sizes_to_measure(self.settings.batch_size * largest)
+        costs = {"target": {str(nodes): self.parts.target.seconds(nodes) for nodes in sizes}}
+        return {"costs": costs, "predicted_speedup": predicted_speedup(with_answers(self.blocks, self.lines), costs)}
 
     def _lossless(self) -> dict[str, Any]:
         drafted = from_drafts(self.lines)

@@ -16,7 +16,10 @@ MODES = ("online", "offline", "disabled")
 INIT_TIMEOUT = 30.0  # seconds
 FINISH_TIMEOUT = 60.0  # seconds; by default W&B waits for a lost network for ever
 
-_SPEED = "tokens_per_second baseline_tokens_per_second speedup hf_tokens_per_second hf_speedup time peak_memory_bytes"
+_SPEED = (
+    "tokens_per_second baseline_tokens_per_second speedup predicted_speedup hf_tokens_per_second hf_speedup time "
+    "peak_memory_bytes"
+)
 SUMMARY_NAMES = {
     "mean_accepted_length": "accept/mean_length",
     "acceptance_rate": "accept/rate",

@@ -377,6 +377,8 @@ TIMES = {
     "tokens_per_second",
     "baseline_tokens_per_second",
     "speedup",
+    "costs",
+    "predicted_speedup",
     "time",
     "peak_memory_bytes",
     "provenance",

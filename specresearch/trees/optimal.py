@@ -107,7 +107,7 @@ def fastest_parents(table: Table, size: int, cost: Mapping[int, float], draft_co
     return shape
 
 
-def interpolate(cost: Mapping[int, float], nodes: int) -> float:
+def interpolate(cost: Mapping[int, float], nodes: float) -> float:
     """Piecewise linear between the sizes that were measured, flat beyond them."""
     sizes = sorted(int(k) for k in cost)
     below = max((s for s in sizes if s <= nodes), default=sizes[0])
@@ -116,9 +116,12 @@ def interpolate(cost: Mapping[int, float], nodes: int) -> float:
     return cost[below] * (1 - share) + cost[above] * share
 
 
+def sizes_to_measure(size: int) -> list[int]:
+    return sorted({1, size, *(2**k for k in range(1, 10) if 2**k < size)})
+
+
 def measured_cost(seconds: Callable[[int], float], size: int) -> dict[int, float]:
-    sizes = sorted({1, size, *(2**k for k in range(1, 10) if 2**k < size)})
-    times = {n: seconds(n) for n in sizes}
+    times = {n: seconds(n) for n in sizes_to_measure(size)}
     return {n: t / times[1] for n, t in times.items()}
 
 
