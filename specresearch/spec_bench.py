@@ -17,8 +17,8 @@ from specresearch.metrics import Block, Line, acceptance, rate, ratio
 from specresearch.prompts.spec_bench import GROUPS
 
 WHY = (
-    "Spec-Bench's speedup: mean over questions of tokens/s, however long the answers; plain decoding's tokens counted anew from "
-    "its text, less one an answer: {retokenised} of the {tokens} emitted"
+    "Spec-Bench's speedup: mean over questions of tokens/s, however long the answers; plain decoding's tokens counted anew "
+    "from its text, less one an answer: {retokenised} for the {tokens} emitted"
 )
 
 
@@ -100,6 +100,7 @@ def differ(found: dict[str, Any]) -> bool:
     """Whether a speedup, as printed, is another one by Spec-Bench's way."""
     rows = [*found["groups"].values(), found["overall"]]
     return any(
-        row["as_spec_bench"]["speedup"] is not None and f"{row['speedup']:.2f}" != f"{row['as_spec_bench']['speedup']:.2f}"
+        row["as_spec_bench"]["speedup"] is not None
+        and f"{row['speedup']:.2f}" != f"{row['as_spec_bench']['speedup']:.2f}"
         for row in rows
     )

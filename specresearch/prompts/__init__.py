@@ -74,7 +74,11 @@ def loaded(said: str, id: str, name: str | None, split: str, **more: Any) -> Any
         return datasets.load_dataset(id, name, split=split, **more)
     except Exception as error:  # datasets raises many kinds, from its own and from other libraries
         reason = " ".join(str(error).split())[:160]
-        local = "" if more else "; a copy on disk needs no network: prompts.path=FILE where the option has it, or prompts=file"
+        local = (
+            ""
+            if more
+            else "; a copy on disk needs no network: prompts.path=FILE where the option has it, or prompts=file"
+        )
         raise UserError(f"{said}: the dataset cannot be loaded: {reason}{local}") from None
     finally:
         talkative.setLevel(level)
