@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -338,10 +337,11 @@ class Hung:
     summary = MagicMock()
 
     def __init__(self) -> None:
-        self.held = threading.Event()
+        self.held, self.callers = threading.Event(), set[Any]()
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        self.held.wait(30)
+        self.callers.add(threading.current_thread())
+        self.held.wait(30 if threading.current_thread() is not threading.main_thread() else 0)
 
     finish = log
 
@@ -353,13 +353,12 @@ def test_a_hung_service_never_holds_up_the_loop(
     monkeypatch.setattr(WandbTracker, "_open", lambda *args, **kwargs: run)
     monkeypatch.setattr(tracking, "FINISH_TIMEOUT", 0.1)
     tracker = start(tmp_path, "offline")
-    began = time.perf_counter()
     for step in range(1000):
         tracker.log({"x": 1.0}, step)
-    assert time.perf_counter() - began < 5  # where each waits, half a minute is needed for the first
     line = tracker.finish(SUMMARY)
-    assert time.perf_counter() - began < 10
+    assert not run.held.is_set()
     run.held.set()
+    assert threading.main_thread() not in run.callers
     assert line == "W&B run is on disk; upload it with: wandb sync folder"
     warning = f"W&B stopped: TimeoutError: it has not answered for 0.2 seconds{STOPPED}\n"
     assert capfd.readouterr().err == warning
