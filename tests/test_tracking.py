@@ -229,6 +229,7 @@ def test_a_finished_run_shows_curves_answers_and_its_report(tmp_path: Path, monk
     table = json.loads(next(place for name, place in shown.items() if name.endswith(".table.json")).read_text())
     assert [row[:3] for row in table["data"]] == [["0", 0, "chat"], ["b", 0, "code"], ["0", 1, "chat"]]
     assert {row[3]["_type"] for row in table["data"]} == {"html-file"}
+    assert "artifact_path" in rows["answers/examples"]  # by which the pages are found
     assert all("&lt;script&gt;&amp;" in page and "<script" not in page for page in pages)
 
 
