@@ -21,7 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specresearch import console, overrides
+from specresearch import console, overrides, spec_bench
 from specresearch.build import Streamer, build, make, settings_of
 from specresearch.metrics import NUMBERS
 from specresearch.overrides import CONF
@@ -127,6 +127,8 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any]
             raise
     summary = measured.summary() | costs | {"peak_memory_bytes": peak_memory(parts.target.device), "config": config}
     summary |= {"provenance": provenance(parts.target), "interrupted": interrupted}
+    if choices["prompts"] == "spec_bench":
+        summary["spec_bench"] = spec_bench.measure(measured.lines, measured.blocks)
     for block in measured.blocks:
         for reason in block["speculative"]["skipped"]:
             print(f"warning: skipped: {reason}", file=sys.stderr)

@@ -11,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from specresearch.spec_bench import WHY, differ
+
 out = Console(soft_wrap=True, highlight=False)
 VERDICT_STYLE = {
     "lossless": "bold green",
@@ -59,7 +61,7 @@ def show(summary: dict[str, Any], folder: Path, where: str | None) -> None:
     for label, value in rows(summary):
         table.add_row(Text(label, style="bold"), value)
     out.print(table)
-    kinds(summary)
+    groups(summary["spec_bench"]) if "spec_bench" in summary else kinds(summary)
     report = ", report.html" if (folder / "report.html").exists() else ""
     out.print(f"[bold]written to[/]  {folder}/  summary.json, trace.jsonl{report}")
     if where:
@@ -115,10 +117,29 @@ def losslessness(found: dict[str, Any]) -> Text:
 def kinds(summary: dict[str, Any]) -> None:
     if len(summary["by_kind"]) < 2:
         return
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("kind", "answers", "tokens", "accepted length", "speedup"):
-        table.add_column(heading, justify="left" if heading == "kind" else "right")
+    table = columns("kind", "answers", "tokens", "accepted length", "speedup")
     for kind, own in summary["by_kind"].items():
         length, gain = number(own["mean_accepted_length"]), number(own["speedup"], 2, "x")
         table.add_row(kind, str(own["prompts"]), str(own["tokens"]), length, gain if own["speedup"] else "-")
     out.print(table)
+
+
+def groups(found: dict[str, Any]) -> None:
+    """Spec-Bench's groups, with its own way of computing the speedup where that makes a difference."""
+    theirs = differ(found)
+    table = columns(*("group", "questions", "answers", "accepted length", "speedup"), *["Spec-Bench's"] * theirs)
+    for group, own in (*found["groups"].items(), ("overall", found["overall"])):
+        gains = [own["speedup"], *[own["as_spec_bench"]["speedup"]] * theirs]
+        cells = [str(own["questions"]), str(own["prompts"]), number(own["mean_accepted_length"])]
+        table.add_row(group, *cells, *("-" if gain is None else number(gain, 2, "x") for gain in gains))
+    out.print(table)
+    if theirs:
+        out.print(WHY.format(**found["recounted"]), style="dim")
+
+
+def columns(first: str, *numbers: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column(first)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table

@@ -151,6 +151,8 @@ class Run:
             self.fresh = lines
         tokens = sum(len(line["output_ids"]) for line in lines)
         block = {"tokens": tokens, "seconds": seconds, "target_passes": decoder.passes - passes}
+        # Spec-Bench counts plain decoding's tokens so: from the text, less one an answer for a BOS.
+        block["retokenised"] = sum(len(self.parts.target.encode(line["text"].strip())) - 1 for line in lines)
         return block | {"time": dict(decoder.clock.seconds), "skipped": jobs.skipped}, lines
 
     def _show(self, emission: Emission, lines: list[Line]) -> None:

@@ -10,25 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from specresearch import tracked
+from specresearch.results import Results, read
 from specresearch.types import UserError
+from specresearch.worker import Worker
 
 MODES = ("online", "offline", "disabled")
 INIT_TIMEOUT = 30.0  # seconds
-FINISH_TIMEOUT = 60.0  # seconds; by default W&B waits for a lost network for ever
-
-_SPEED = (
-    "tokens_per_second baseline_tokens_per_second speedup predicted_speedup hf_tokens_per_second hf_speedup time "
-    "peak_memory_bytes"
-)
-SUMMARY_NAMES = {
-    "mean_accepted_length": "accept/mean_length",
-    "acceptance_rate": "accept/rate",
-    "acceptance_rate_by_depth": "accept/rate_depth",
-    "conditional_acceptance_rate_by_depth": "accept/conditional_rate_depth",
-    **{key: f"accept/{key}" for key in ("prompts", "tokens", "steps", "target_passes", "by_kind")},
-    **{key: f"speed/{key}" for key in _SPEED.split()},
-    "lossless": "lossless",
-}
+FINISH_TIMEOUT = 60.0  # seconds to send the last records, and as many to close; by default W&B waits for ever
 
 
 class Tracker:
@@ -41,7 +30,10 @@ class Tracker:
         """Record `metrics` at `step`, which never decreases."""
 
     def finish(self, summary: dict[str, Any]) -> str | None:
-        """Record `summary` (the contents of summary.json), close the run, return one line saying where it is."""
+        """Record `summary` (the contents of summary.json) and what the run's folder holds, and close the run.
+
+        Returns one line saying where it is. An empty summary: the run broke off.
+        """
         return None
 
 
@@ -50,7 +42,7 @@ class NoTracker(Tracker):
 
 
 class WandbTracker(Tracker):
-    """Reports to W&B. A W&B fault costs one warning on stderr and the rest of the tracking, never the run.
+    """Reports to W&B. A W&B fault costs one warning on stderr and the rest of the tracking, never the run nor its time.
 
     `mode` is one of `MODES`. None means WANDB_MODE, else online where the user is logged in, else offline.
     """
@@ -64,30 +56,46 @@ class WandbTracker(Tracker):
         self._stopped = False
 
     def start(self, config: dict[str, Any], folder: Path, *, group: str | None, tags: list[str]) -> None:
+        self._folder = folder
         if self._mode != "disabled":
             with self._shield():
                 self._run = self._open(config=config, dir=folder, group=group, tags=tags)
+        if self._run is not None:
+            self._worker = Worker()
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         if self._run is not None and not self._stopped:
-            with self._shield():
-                self._run.log(metrics, step=step)
+            self._worker.send(partial(self._log, self._run, metrics, step))
 
     def finish(self, summary: dict[str, Any]) -> str | None:
-        run, self._run, place = self._run, None, None
+        run, self._run = self._run, None
         if run is None:
             return None
-        if not self._stopped:
+        self._worker.send(partial(self._finish, run, summary))
+        if not self._worker.close(2 * FINISH_TIMEOUT):
             with self._shield():
-                _record_summary(run, summary)
-        with self._shield():  # after a fault too: what was recorded until then can still be uploaded
-            run.finish()
-        if self._stopped:
-            _end_session()
+                raise TimeoutError(f"it has not answered for {2 * FINISH_TIMEOUT:g} seconds")
+        place = None
         with self._shield():
             on_disk = f"W&B run is on disk; upload it with: wandb sync {shlex.quote(run.settings.sync_dir)}"
             place = on_disk if run.offline or self._stopped else f"W&B run: {run.url}"
         return place
+
+    def _log(self, run: Any, metrics: dict[str, float], step: int) -> None:
+        if not self._stopped:
+            with self._shield():
+                run.log(metrics, step=step)
+
+    def _finish(self, run: Any, summary: dict[str, Any]) -> None:
+        if not self._stopped:
+            with self._shield():
+                _record_summary(run, summary)
+                if summary:
+                    _record_folder(run, self._folder)
+        with self._shield():  # after a fault too: what was recorded until then can still be uploaded
+            run.finish()
+        if self._stopped:
+            _end_session()
 
     def _open(self, **run: Any) -> Any:
         """Start the run in the mode asked for. Where going online fails, warn and start it offline."""
@@ -118,23 +126,6 @@ class WandbTracker(Tracker):
             self._stopped = True
 
 
-def flatten_summary(summary: dict[str, Any]) -> dict[str, Any]:
-    """Map summary.json to flat `accept/`, `speed/` and `lossless/` keys; None and other keys are dropped."""
-    return {path: leaf for key, name in SUMMARY_NAMES.items() for path, leaf in _leaves(name, summary.get(key))}
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path, leaf): dicts extend the path by `/key`, lists by `_1`, `_2`, ..."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(f"{name}/{key}", item)
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value, start=1):
-            yield from _leaves(f"{name}_{number}", item)
-    elif value is not None:
-        yield name, value
-
-
 def _record_summary(run: Any, summary: dict[str, Any]) -> None:
     """Set the run's summary; log the accepted lengths as a histogram (one bin per length) and as a table."""
     import numpy as np
@@ -148,9 +139,80 @@ def _record_summary(run: Any, summary: dict[str, Any]) -> None:
         edges = np.arange(lengths.start, lengths.stop + 1) - 0.5
         charts["accept/length_hist"] = wandb.Histogram(np_histogram=(np.array([steps for _, steps in rows]), edges))
     run.log(charts, commit=True)  # before the summary: a row that closes overwrites the keys they share
-    run.summary.update(flatten_summary(summary))
-    if counts:  # last: online, W&B asks the server before it takes a table
-        run.log({"accept/length_table": wandb.Table(columns=["accepted_length", "steps"], data=rows)})
+    run.summary.update(tracked.flatten_summary(summary))
+    media = _charts(summary)
+    if counts:
+        media["accept/length_table"] = wandb.Table(columns=["accepted_length", "steps"], data=rows)
+    if media:  # last: online, W&B asks the server before it takes a table
+        with _staged_beside(run):
+            run.log(media)
+
+
+def _charts(summary: dict[str, Any]) -> dict[str, Any]:
+    charts: dict[str, Any] = {}
+    if rows := tracked.depth_rows(summary):
+        charts["accept/by_depth"] = _line(rows, "depth", "acceptance_rate", "Acceptance rate by depth")
+    if rows := tracked.time_rows(summary):
+        import wandb
+
+        table = wandb.Table(columns=["part", "seconds"], data=rows)
+        charts["speed/breakdown"] = wandb.plot.bar(table, "part", "seconds", title="Where the time went")
+    return charts
+
+
+def _line(rows: list[list[Any]], x: str, y: str, title: str) -> Any:
+    import wandb
+
+    return wandb.plot.line(wandb.Table(columns=[x, y], data=rows), x, y, title=title)
+
+
+def _record_folder(run: Any, folder: Path) -> None:
+    """The answers, some of them coloured, the evidence, and the report if there is one."""
+    with _staged_beside(run):
+        if (folder / "summary.json").exists():
+            run.log(_answers(read(folder)))
+        if (folder / "report.html").exists():
+            import wandb
+
+            report = wandb.Artifact(f"report-{run.id}", type="report")
+            report.add_file(str(folder / "report.html"))
+            run.log_artifact(report)
+
+
+def _answers(done: Results) -> dict[str, Any]:
+    import wandb
+
+    rows = tracked.answer_rows(done.lines, done.blocks)
+    found = {"answers/table": wandb.Table(columns=tracked.ANSWER_COLUMNS, data=rows, allow_mixed_types=True)}
+    if done.lines:
+        shown = [
+            [
+                str(line["id"]),
+                line["turn"],
+                line["kind"],
+                wandb.Html(tracked.provenance_html(line, done.pieces), inject=False),
+            ]
+            for line in tracked.examples(done.lines)
+        ]
+        found["answers/examples"] = wandb.Table(columns=["id", "turn", "kind", "answer"], data=shown)
+    if curve := tracked.evidence_rows(done.blocks):
+        title = "Evidence against losslessness (log10 E)"
+        found["lossless/e_process"] = _line(curve, "tokens", "log10_e", title)
+    return found
+
+
+@contextmanager
+def _staged_beside(run: Any) -> Iterator[None]:
+    """Let what is to be uploaded wait in the run's folder, not in the home directory, unless the user has said where."""
+    name = "WANDB_DATA_DIR"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = str(Path(run.settings.sync_dir) / "staged")
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 def _run_settings() -> Any:
@@ -163,7 +225,7 @@ def _run_settings() -> Any:
         disable_git=True,
         symlink=False,
         x_disable_stats=True,  # a sampler would share the machine with what the run measures
-        allow_offline_artifacts=False,  # so that a table's row points into the run's folder, not the home directory
+        allow_offline_artifacts=True,  # a table's HTML is found through its artifact alone
         reinit="create_new",  # the default would return an unfinished earlier run of this process
         init_timeout=INIT_TIMEOUT,
         finish_timeout=FINISH_TIMEOUT,

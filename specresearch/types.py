@@ -255,6 +255,10 @@ class Target:
     def text(self, ids: list[int]) -> str:
         raise NotImplementedError
 
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a bare text, with the special tokens that the tokenizer adds by itself."""
+        raise NotImplementedError
+
     def commit(self, step: Step, verdict: Verdict) -> None:
         """Keep the K and V of the accepted nodes, in the order of the path; forget the others."""
         raise NotImplementedError

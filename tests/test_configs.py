@@ -37,7 +37,8 @@ NEEDED = {
     ("prompts", "file"): [f"prompts.path={ROOT}/specresearch/prompts/builtin.jsonl"],
 }
 OPTIONS = [(path.parent.name, path.stem) for path in sorted(Path(CONF).glob("*/*.yaml"))]
-ABROAD = {("target", "hf"), ("target", "smollm2"), ("prompts", "hf")}  # need a download
+ABROAD = {("target", "hf"), ("target", "smollm2"), ("experiment", "spec_bench")}  # need a download
+ABROAD |= {("prompts", name) for name in ("hf", "spec_bench", "humaneval", "gsm8k", "mt_bench")}  # see test_prompts.py
 
 
 def configuration(*overrides: str):

@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
+from spec_bench_lines import questions, write
 from tiny_heads import eagle_head
 
 import specresearch
@@ -14,12 +16,21 @@ from specresearch.run import Run
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def experiment(name):
+    """The script, as `python experiments/NAME.py` runs it: with its own folder on the path."""
+    spec = importlib.util.spec_from_file_location(f"{name}_experiment", ROOT / "experiments" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(ROOT / "experiments"))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module
+
+
 @pytest.fixture(scope="module")
 def drafters():
-    spec = importlib.util.spec_from_file_location("drafters_experiment", ROOT / "experiments" / "drafters.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return experiment("drafters")
 
 
 @pytest.fixture
@@ -49,10 +60,10 @@ def test_drafters_take_turns_and_go_on_after_an_interruption(drafters, arguments
 
     monkeypatch.setattr(Run, "_block", watched)
     with pytest.raises(SystemExit) as left:
-        drafters.main(arguments)
+        drafters.main("drafters", drafters.tables, arguments)
     assert left.value.code == 130
     assert f"out={tmp_path}/out" in capsys.readouterr().err
-    drafters.main(arguments)
+    drafters.main("drafters", drafters.tables, arguments)
     done = [o for o in order if o]
     assert [index for index, _ in done] == sorted(index for index, _ in done)
     assert sorted(done) == sorted((i, n) for i in range(4) for n in ("none", "ngram", "eagle"))
@@ -63,7 +74,7 @@ def test_drafters_take_turns_and_go_on_after_an_interruption(drafters, arguments
     row = next(x for x in text.splitlines() if x.startswith("| pooled |"))
     assert row.split("|")[2].strip() == f"{sum(steps) / len(steps):.2f}"
     assert "- losslessness: ngram lossless, eagle lossless" in text
-    drafters.main(arguments)  # complete: only read
+    drafters.main("drafters", drafters.tables, arguments)  # complete: only read
     assert capsys.readouterr().out == text
     assert len(order) == 13
 
@@ -81,15 +92,41 @@ def test_costs_are_in_steps_of_plain_decoding(drafters):
 def test_mistakes_are_said_in_one_line(drafters, tmp_path, capsys):
     for arguments, says in ((["drafters=eagel"], "eagel"), (["limitt=3"], "limitt")):
         with pytest.raises(SystemExit) as left:
-            drafters.main([f"out={tmp_path}/out", "target=tiny", *arguments])
+            drafters.main("drafters", drafters.tables, [f"out={tmp_path}/out", "target=tiny", *arguments])
         assert left.value.code == 1
         assert says in capsys.readouterr().err.strip().splitlines()[-1]
 
 
+def test_spec_bench_is_answered_by_all_and_printed_by_group(tmp_path, capsys):
+    own = experiment("spec_bench")
+    path = write(tmp_path / "question.jsonl", questions(2))
+    arguments = [
+        f"out={tmp_path}/out",
+        "drafters=ngram",
+        f"prompts.path={path}",
+        "target=tiny",
+        "limit=6",
+        "max_new_tokens=6",
+    ]
+    own.main("spec_bench", own.tables, arguments)
+    text = capsys.readouterr().out
+    tables = {block.split("|")[1].strip(): block for block in text.split("\n\n") if block.startswith("|")}
+    labels = [row.split("|")[1].strip() for row in tables["speedup"].splitlines()[2:]]
+    assert labels == ["mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag", "overall"]
+    blocks = {
+        name: [
+            json.loads(x)["speculative"] for x in (tmp_path / "out" / name / "blocks.jsonl").read_text().splitlines()
+        ]
+        for name in ("none", "ngram")
+    }
+    rates = [sum(b["tokens"] for b in each) / sum(b["seconds"] for b in each) for each in blocks.values()]
+    assert f"| overall | {rates[1] / rates[0]:.2f} |" in tables["speedup"]
+    own.main("spec_bench", own.tables, arguments)  # complete: only read
+    assert capsys.readouterr().out == text
+
+
 def test_the_auditor_sees_the_pruned_head_and_passes_the_whole_one(tmp_path):
-    spec = importlib.util.spec_from_file_location("auditor", ROOT / "experiments" / "auditor.py")
-    auditor = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(auditor)
+    auditor = experiment("auditor")
     parts = specresearch.engine("target=tiny", "drafter=none", "temperature=1").parts
     where = auditor.assistant(tmp_path, "other")
     assert auditor.audit(parts, where, prune=False, tokens=400).verdict == "consistent"

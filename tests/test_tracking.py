@@ -3,18 +3,25 @@
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 import wandb
 from wandb_file import read_records
 
-from specresearch import tracking
-from specresearch.tracking import WandbTracker, flatten_summary
+from specresearch import tracked, tracking
+from specresearch.lossless.blackbox import BlackBox
+from specresearch.results import write_lines
+from specresearch.tracked import flatten_summary
+from specresearch.tracking import WandbTracker
 
 ROOT = Path(__file__).parents[1]
 UNREACHABLE = "http://127.0.0.1:9"
@@ -140,7 +147,118 @@ def test_offline_run_reads_back(tmp_path: Path, capfd: pytest.CaptureFixture[str
     (media,) = folder.glob("wandb/*/files/" + history[300]["accept/length_table"]["path"])
     table = json.loads(media.read_text())
     assert table == {"columns": ["accepted_length", "steps"], "data": [[1, 30], [2, 10], [3, 0], [4, 20]]}
-    assert "artifact_path" not in history[300]["accept/length_table"]  # that would point outside the run's folder
+
+
+def canned(folder: Path, temperature: float = 0.0) -> dict[str, Any]:
+    """A finished run of three answers, in two blocks, with everything that a tracker may show -> its summary."""
+    steps = [
+        {"emitted": 2, "tokens": [1, 2, 9], "parent": [-1, 0, 1]},
+        {"emitted": 1, "tokens": [3, 9, 9], "parent": [-1, 0, 1]},
+    ]
+    line = {"kind": "chat", "turn": 0, "prompt_ids": [7], "output_ids": [1, 2, 3, 4], "finish": "eos", "steps": steps}
+    lines = [{**line, "id": 0}, {**line, "id": 0, "turn": 1}, {**line, "id": "b", "kind": "code"}]
+    time = dict.fromkeys(("prefill", "draft", "target", "verify", "commit"), 0.5)
+    blocks: list[dict[str, Any]] = [
+        {
+            "answers": n,
+            "kinds": [kind],
+            "speculative": {"tokens": 4 * n, "seconds": 2.0, "time": time, "target_passes": 2},
+        }
+        for n, kind in ((2, "chat"), (1, "code"))
+    ]
+    checks = [("lossless", 0, 0), ("near_tie", 0, 1), ("violation", "b", 0)]
+    for (verdict, id, turn), block in zip(checks, (blocks[0], blocks[0], blocks[1])):
+        entry = [{"verdict": verdict}]
+        found = {"near_ties": entry * (verdict == "near_tie"), "violations": entry * (verdict == "violation")}
+        if temperature:
+            half = torch.full((5, 4), 0.25, dtype=torch.float64)
+            box = BlackBox()
+            box.update(half, half.flip(1), torch.tensor([0, 1, 2, 3, 0]), [id] * 5)
+            block["evidence"] = box.state()
+        else:
+            block.setdefault("check", []).append({"id": id, "turn": turn, "equal": not entry, **found})
+    write_lines(folder / "trace.jsonl", lines)
+    write_lines(folder / "blocks.jsonl", blocks)
+    summary = SUMMARY | {"mean_accepted_length": 1.5}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "tokens.json").write_text(json.dumps({"1": "a</pre>", "2": "<script>&", "3": "\n c", "7": "prompt"}))
+    (folder / "report.html").write_text("<p>report</p>")
+    return summary
+
+
+def artifacts(folder: Path) -> dict[str, dict[str, Path]]:
+    """What waits to be uploaded: {artifact: {name inside: local path}}"""
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    found = [record.artifact for record in read_records(path) if record.HasField("artifact")]
+    return {a.type + " " + a.name: {e.path: Path(e.local_path) for e in a.manifest.contents} for a in found}
+
+
+def table_in(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
+    (media,) = folder.glob("wandb/*/files/" + row["path"])
+    return json.loads(media.read_text())
+
+
+def test_a_finished_run_shows_curves_answers_and_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_DATA_DIR")
+    summary = canned(tmp_path)
+    tracker = start(tmp_path, "offline")
+    tracker.log({"x": 1.0}, 0)
+    tracker.finish(summary)
+    _, history, _ = read_run(tmp_path)
+    rows = {key: value for row in history.values() for key, value in row.items()}
+    assert table_in(tmp_path, rows["accept/by_depth_table"]) == {
+        "columns": ["depth", "acceptance_rate"],
+        "data": [[1, 0.5], [2, 0.25]],
+    }
+    assert table_in(tmp_path, rows["speed/breakdown_table"])["data"] == [["prefill", 0.5], ["draft", 1.5]]
+    assert "lossless/e_process_table" not in rows  # temperature 0
+    answers = table_in(tmp_path, rows["answers/table"])
+    assert answers["columns"] == tracked.ANSWER_COLUMNS
+    assert answers["data"] == [
+        ["0", 0, "chat", 4, 2, 1.5, 4.0, "lossless", "eos"],
+        ["0", 1, "chat", 4, 2, 1.5, 4.0, "near_tie", "eos"],
+        ["b", 0, "code", 4, 2, 1.5, 2.0, "violation", "eos"],
+    ]
+    waiting = artifacts(tmp_path)
+    home = tmp_path / "wandb"
+    assert all(home in place.parents and place.exists() for files in waiting.values() for place in files.values())
+    (report,) = (files for name, files in waiting.items() if name.startswith("report report-"))
+    assert report["report.html"].read_text() == "<p>report</p>"
+    (shown,) = (files for name, files in waiting.items() if "answersexamples" in name)
+    pages = [place.read_text() for name, place in shown.items() if name.endswith(".html")]
+    table = json.loads(next(place for name, place in shown.items() if name.endswith(".table.json")).read_text())
+    assert [row[:3] for row in table["data"]] == [["0", 0, "chat"], ["b", 0, "code"], ["0", 1, "chat"]]
+    assert {row[3]["_type"] for row in table["data"]} == {"html-file"}
+    assert "artifact_path" in rows["answers/examples"]  # by which the pages are found
+    assert all("&lt;script&gt;&amp;" in page and "<script" not in page for page in pages)
+
+
+def test_every_token_is_coloured_by_its_origin() -> None:
+    line = {"output_ids": [5, 6, 7, 8, 9], "steps": [{"emitted": 3}, {"emitted": 1}]}
+    assert list(tracked.origins(line)) == [
+        *((5, "prompt", 0), (6, "drafted", 1), (7, "drafted", 1), (8, "bonus", 1)),
+        (9, "bonus", 2),
+    ]
+    page = tracked.provenance_html(line, {5: "e"})
+    assert page.count("<span") == 5 and "&lt;9&gt;" in page  # a token without a text shows its number
+
+
+def test_evidence_above_temperature_zero_is_a_curve(tmp_path: Path) -> None:
+    tracker = start(tmp_path, "offline")
+    tracker.finish(canned(tmp_path, temperature=1.0))
+    _, history, _ = read_run(tmp_path)
+    rows = {key: value for row in history.values() for key, value in row.items()}
+    curve = table_in(tmp_path, rows["lossless/e_process_table"])
+    assert curve["columns"] == ["tokens", "log10_e"]
+    assert [tokens for tokens, _ in curve["data"]] == [5, 10]
+    assert {row[7] for row in table_in(tmp_path, rows["answers/table"])["data"]} == {None}
+
+
+def test_a_run_that_broke_off_shows_nothing_of_an_earlier_try(tmp_path: Path) -> None:
+    canned(tmp_path)
+    tracker = start(tmp_path, "offline")
+    tracker.finish({})
+    assert artifacts(tmp_path) == {}
 
 
 def test_finish_needs_no_key(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +292,7 @@ def test_fault_in_mid_run(
         raise OSError("disk\nfull")
 
     tracker = start(tmp_path, "offline")
-    tracker.log({"x": 1.0}, 0)
+    tracker._run.log({"x": 1.0}, step=0)
     monkeypatch.setattr(tracker._run, call, fail)
     tracker.log({"x": 2.0}, 1)
     tracker.log({"x": 3.0}, 2)
@@ -212,14 +330,50 @@ print("run goes on")
     assert warning.startswith("W&B stopped: ") and warning.endswith(STOPPED)
 
 
-def test_interrupt_passes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*args: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
+class Hung:
+    """A W&B run whose service does not answer until it is let go."""
 
+    offline = True
+    settings = SimpleNamespace(sync_dir="folder")
+    summary = MagicMock()
+
+    def __init__(self) -> None:
+        self.held, self.callers = threading.Event(), set[Any]()
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        self.callers.add(threading.current_thread())
+        self.held.wait(30 if threading.current_thread() is not threading.main_thread() else 0)
+
+    finish = log
+
+
+def test_a_hung_service_never_holds_up_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = Hung()
+    monkeypatch.setattr(WandbTracker, "_open", lambda *args, **kwargs: run)
+    monkeypatch.setattr(tracking, "FINISH_TIMEOUT", 0.1)
     tracker = start(tmp_path, "offline")
-    monkeypatch.setattr(tracker._run, "log", interrupt)
+    for step in range(1000):
+        tracker.log({"x": 1.0}, step)
+    line = tracker.finish(SUMMARY)
+    assert not run.held.is_set()
+    run.held.set()
+    assert threading.main_thread() not in run.callers
+    assert line == "W&B run is on disk; upload it with: wandb sync folder"
+    warning = f"W&B stopped: TimeoutError: it has not answered for 0.2 seconds{STOPPED}\n"
+    assert capfd.readouterr().err == warning
+
+
+def test_interrupt_while_w_and_b_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Hung()
+    monkeypatch.setattr(WandbTracker, "_open", lambda *args, **kwargs: run)
+    tracker = start(tmp_path, "offline")
+    threading.Timer(0.3, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        tracker.log({"x": 1.0}, 0)
+        tracker.finish(SUMMARY)
+    run.held.set()
+    assert tracker._worker.close(10)
 
 
 @pytest.mark.parametrize("mode", [None, "online"])

@@ -402,6 +402,9 @@ class HFModel(Target):
             return " ".join(map(str, ids))
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def encode(self, text: str) -> list[int]:
+        return [int(i) for i in text.split()] if self.tokenizer is None else list(self.tokenizer(text).input_ids)
+
     def seconds(self, nodes: int, prefix: int = 64) -> float:
         """Median time of a pass over `nodes` tokens behind `prefix` cached ones, one row; the cache's content is lost."""
         self.reserve(1, prefix, max(nodes, 64))

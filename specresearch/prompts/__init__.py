@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,14 +52,7 @@ def file(*, path: str) -> list[Question]:
 
 def hf(*, id: str, name: str | None, split: str, field: str, kind: str | None) -> list[Question]:
     """Column `field` (a text, or a list of turns) of a dataset from the Hub or a local folder."""
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(id, name, split=split)
-    except Exception as error:  # datasets raises many kinds, from its own and from other libraries
-        raise UserError(
-            f"prompts.id={id}: the dataset cannot be loaded: {' '.join(str(error).split())[:160]}"
-        ) from None
+    rows = loaded(f"prompts.id={id}", id, name, split)
     if field not in rows.column_names:
         raise UserError(f"prompts.field={field} is no column of {id}: it has {', '.join(rows.column_names)}")
     questions = []
@@ -67,6 +61,27 @@ def hf(*, id: str, name: str | None, split: str, field: str, kind: str | None) -
         fields = {"id": number, "kind": str(row[kind]) if kind else id, "turns": turns}
         questions.append(question(fields, f"{id} row {number}", number))
     return questions
+
+
+def loaded(said: str, id: str, name: str | None, split: str, **more: Any) -> Any:
+    """A dataset by datasets' name for it; `said` is what the user wrote. Raises UserError, in one line, where that fails."""
+    import datasets
+
+    talkative = logging.getLogger("huggingface_hub")
+    level = talkative.level
+    talkative.setLevel(logging.ERROR)  # it says every retry of a lost network
+    try:
+        return datasets.load_dataset(id, name, split=split, **more)
+    except Exception as error:  # datasets raises many kinds, from its own and from other libraries
+        reason = " ".join(str(error).split())[:160]
+        local = (
+            ""
+            if more
+            else "; a copy on disk needs no network: prompts.path=FILE where the option has it, or prompts=file"
+        )
+        raise UserError(f"{said}: the dataset cannot be loaded: {reason}{local}") from None
+    finally:
+        talkative.setLevel(level)
 
 
 def question(fields: Any, where: str, number: int) -> Question:

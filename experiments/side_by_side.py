@@ -1,0 +1,104 @@
+"""What experiments with several drafters share: one process, one target, every block of prompts by each drafter in turn."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+
+from specresearch import cli, console, overrides
+from specresearch.build import build, make, settings_of
+from specresearch.metrics import Block, Line
+from specresearch.provenance import provenance
+from specresearch.results import read_finished
+from specresearch.run import Run
+from specresearch.types import Target
+
+DRAFTERS = ("ngram", "medusa", "small_lm", "eagle")
+PLAIN = "none"
+Done = dict[str, tuple[list[Line], list[Block]]]  # by drafter
+
+
+def begin(experiment: str, folder: Path, drafters: list[str], given: list[str]) -> dict[str, Run]:
+    """A run for each drafter, all on one target, going on with what the folder holds."""
+    runs: dict[str, Run] = {}
+    target: Target | None = None
+    for name in drafters:
+        own = [a.removeprefix(f"{name}:") for a in given if ":" not in a.split("=")[0] or a.startswith(f"{name}:")]
+        cfg = compose("config", overrides.prepare([f"experiment={experiment}", f"drafter={name}", *own]))
+        parts = build(cfg, target)
+        target, settings = parts.target, settings_of(cfg)
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        runs[name] = Run(parts, make(cfg, "prompts")[: settings.limit], settings, folder / name, True, lambda *_: None)
+    return runs
+
+
+def take_turns(runs: dict[str, Run]) -> None:
+    """A block of each in an order that rotates. Those that are behind, after an interruption, catch up first."""
+    left = {name: run.by_block() for name, run in runs.items()}
+    total = sum(len(run.questions) for run in runs.values())
+    with console.progress() as bar:
+        task = bar.add_task("decoding", total=total, note="", completed=sum(len(run.blocks) for run in runs.values()))
+        for number in itertools.count(min(len(run.blocks) for run in runs.values())):
+            waiting = [name for name, run in runs.items() if len(run.blocks) == number < len(run.questions)]
+            at = number % max(len(waiting), 1)
+            for name in waiting[at:] + waiting[:at]:
+                next(left[name])
+                bar.update(task, advance=1, note=name)
+            if all(len(run.blocks) == len(run.questions) for run in runs.values()):
+                return
+
+
+def facts(runs: dict[str, Run], given: list[str]) -> dict[str, Any]:
+    where = provenance(runs[PLAIN].parts.target)
+    return {
+        "overrides": " ".join(given) or "none",
+        "losslessness": {name: run.summary()["lossless"]["verdict"] for name, run in runs.items() if name != PLAIN},
+        "where": f"{where['time'][:10]}, {where['device']['name']}, {where['device']['threads']} threads, "
+        f"{where['device']['dtype']}, torch {where['versions']['torch']}, "
+        f"transformers {where['versions']['transformers']}",
+    }
+
+
+def notes(folder: Path, done: Done) -> str:
+    """Under the tables: what was run, whether it was lossless, and where."""
+    about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+    verdicts = ", ".join(f"{name} {verdict}" for name, verdict in about["losslessness"].items())
+    lines = done[PLAIN][0]
+    count = f"{len(lines)} answers, {sum(len(line['output_ids']) for line in lines)} tokens"
+    return "\n".join(
+        [f"- overrides: {about['overrides']}; {count}", f"- losslessness: {verdicts}", f"- {about['where']}"]
+    )
+
+
+def markdown(title: str, names: list[str], rows: dict[str, list[str]]) -> str:
+    """A table with a column for each of `names` and a row for each label."""
+    head = [f"| {title} | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    return "\n".join([*head, *(f"| {label} | " + " | ".join(cells) + " |" for label, cells in rows.items())])
+
+
+def main(experiment: str, tables: Callable[[Done], list[str]], arguments: list[str]) -> None:
+    """Run what is left of the experiment in its folder, and print its tables and notes."""
+    own = dict(a.split("=", 1) for a in arguments if a.startswith(("out=", "drafters=")))
+    given = [a for a in arguments if not a.startswith(("out=", "drafters="))]
+    folder = Path(own.get("out") or f"runs/{experiment}/{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    drafters = [PLAIN, *own.get("drafters", ",".join(DRAFTERS)).split(",")]
+    try:
+        with initialize_config_dir(overrides.CONF, version_base="1.3"):
+            runs = begin(experiment, folder, drafters, given)
+            take_turns(runs)
+        (folder / "about.json").write_text(json.dumps(facts(runs, given)), encoding="utf-8")
+    except KeyboardInterrupt:
+        print(f"interrupted: go on with  out={folder}  and the same arguments", file=sys.stderr)
+        sys.exit(cli.INTERRUPTED)
+    except Exception as error:
+        sys.exit(cli.report(error))
+    done = {name: read_finished(folder / name) for name in drafters}
+    text = "\n\n".join([*tables(done), notes(folder, done)])
+    print(f"\n{text}\n\nwritten to {folder}")
