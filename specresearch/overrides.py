@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +14,23 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from specresearch.prompts import SIGN
+from specresearch.sweeps import next_number
 from specresearch.types import UserError
 
+MULTIRUN = {"-m", "--multirun"}
+EXTRAS = {"joblib": "joblib", "submitit": "submitit", "ray": "ray", "optuna": "optuna"}  # plugin of Hydra: our extra
+# The folder of job `number` of a sweep that goes on: its number there.
+OmegaConf.register_new_resolver("specresearch.number", lambda number, first: int(number) + int(first), replace=True)
+OmegaConf.register_new_resolver("specresearch.gpus", lambda least, most=99: gpus(int(least), int(most)), replace=True)
+OmegaConf.register_new_resolver("specresearch.cores", lambda: os.cpu_count() or 1, replace=True)
 CONF = str(Path(__file__).resolve().parent / "conf")
+
+
+def gpus(least: int, most: int) -> int:
+    """The GPUs of this machine, within bounds: what a launcher's file in conf/ shares out."""
+    import torch
+
+    return min(max(torch.cuda.device_count(), least), most)
 
 
 def prepare(arguments: list[str], command: str = "config") -> list[str]:
@@ -24,10 +39,27 @@ def prepare(arguments: list[str], command: str = "config") -> list[str]:
     if not any("=" not in a for a in arguments if not a.startswith("-")):  # ... unless one of them takes a value
         arguments = flags + [a for a in arguments if not a.startswith("-")]
     resumes = [a.partition("=")[2] for a in arguments if a.startswith("resume=")]
+    going_on: list[str] = []
     if resumes and resumes[-1] not in ("", "null"):
-        return _resumed(Path(resumes[-1]), [a for a in arguments if not a.startswith("resume=")])
+        rest = [a for a in arguments if not a.startswith("resume=")]
+        if not MULTIRUN & set(flags):
+            return _resumed(Path(resumes[-1]), rest)
+        arguments, going_on = rest, _swept(Path(resumes[-1]), rest)
     options = known(command)[1]
-    return [_adapted(argument, options) for argument in arguments]
+    return [_adapted(argument, options) for argument in arguments] + going_on
+
+
+def _swept(folder: Path, given: list[str]) -> list[str]:
+    """With `-m ... resume=SWEEP`: jobs go into that folder, under numbers that are still free."""
+    if not any(folder.glob("*/.hydra")):
+        alone = (folder / ".hydra").is_dir()
+        where = "is a run, no sweep: leave -m out" if alone else "no sweep was started there"
+        raise UserError(f"resume={folder}: {where}")
+    if moved := [a for a in given if a.startswith("hydra.sweep.")]:
+        raise UserError(f"resume={folder} says where the jobs go: leave {' '.join(moved)} out")
+    number = f"${{specresearch.number:${{hydra:job.num}},{next_number(folder)}}}"
+    place = quoted(str(folder))
+    return [f"resume={place}", f"hydra.sweep.dir={place}", f"hydra.sweep.subdir={number}"]
 
 
 def _adapted(argument: str, options: dict[str, list[str]]) -> str:
@@ -47,6 +79,8 @@ def quoted(text: str) -> str:
 
 def _resumed(folder: Path, given: list[str]) -> list[str]:
     own = folder / ".hydra" / "overrides.yaml"
+    if any(folder.glob("*/.hydra")):
+        raise UserError(f"resume={folder} is a sweep: add -m and the overrides of its jobs")
     if not (folder / "config.yaml").exists() or not own.exists():
         raise UserError(f"resume={folder}: no run was started there (config.yaml or .hydra/overrides.yaml is missing)")
     config, first, hydra = (read_yaml(p) for p in (folder / "config.yaml", own, folder / ".hydra" / "hydra.yaml"))
@@ -108,6 +142,16 @@ def _keys(path: Path) -> Iterator[str]:
                 yield from flat(value, f"{prefix}{key}.")
 
     return flat(yaml.safe_load(path.read_text(encoding="utf-8")), "")
+
+
+def missing_plugin(text: str) -> str | None:
+    """Hydra's complaint about a launcher or sweeper that is not installed, in one line."""
+    found = re.search(r"hydra_plugins\.hydra_(\w+?)_(launcher|sweeper)", text)
+    sampler = "Could not find 'hydra/sweeper/sampler/" in text
+    if not (sampler or (found and "Unknown plugin class" in text)):
+        return None
+    plugin, kind = (found[1], found[2]) if found else ("optuna", "sweeper")
+    return f"hydra/{kind}={plugin} is not installed: pip install 'specresearch[{EXTRAS.get(plugin, plugin)}]'"
 
 
 def near(word: str, choice: Sequence[str]) -> str:
