@@ -80,7 +80,8 @@ def job(cfg: DictConfig) -> float | None:
         return single(cfg, folder)
     sweep = Path(at.runtime.cwd) / at.sweep.dir
     done, folder = earlier(cfg, folder, sweep, int(at.job.num)) if cfg.resume is not None else (None, folder)
-    console.out.print(f"\n[bold]job {folder.name}[/]  {' '.join(at.overrides.task)}", markup=True, highlight=False)
+    given = " ".join(text for text in at.overrides.task if not text.startswith("resume="))
+    console.out.print(f"\njob {folder.name}  {given}", style="bold", markup=False)
     if done is not None:
         console.out.print("done before with this configuration: skipped")
         return objective(cfg, done)

@@ -53,13 +53,13 @@ def _swept(folder: Path, given: list[str]) -> list[str]:
     """With `-m ... resume=SWEEP`: jobs go into that folder, under numbers that are still free."""
     if not any(folder.glob("*/.hydra")):
         alone = (folder / ".hydra").is_dir()
-        where = "is a run, no sweep: leave -m out" if alone else "no sweep was started there"
-        raise UserError(f"resume={folder}: {where}")
+        where = " is a run, no sweep: leave -m out" if alone else ": no sweep was started there"
+        raise UserError(f"resume={folder}{where}")
     if moved := [a for a in given if a.startswith("hydra.sweep.")]:
         raise UserError(f"resume={folder} says where the jobs go: leave {' '.join(moved)} out")
     number = f"${{specresearch.number:${{hydra:job.num}},{next_number(folder)}}}"
     place = quoted(str(folder))
-    return [f"resume={place}", f"hydra.sweep.dir={place}", f"hydra.sweep.subdir={number}"]
+    return [f"resume={place}", f"hydra.sweep.dir={place}", f"hydra.sweep.subdir={quoted(number)}"]
 
 
 def _adapted(argument: str, options: dict[str, list[str]]) -> str:
@@ -172,7 +172,8 @@ def explain(error: Exception, command: str = "config") -> str:
         text, cause = text + "\n" + str(cause), cause.__cause__
     if found := re.search(r"Could not find '([\w./@-]+)/([^/']+)'", text):
         group = {folder: place for place, folder in groups(command).items()}.get(found[1], found[1])
-        return f"{group}={found[2]} does not exist: {near(found[2], options.get(group, []))}"
+        choice = options.get(group) or sorted(path.stem for path in (Path(CONF) / found[1]).glob("*.yaml"))
+        return f"{group}={found[2]} does not exist: {near(found[2], choice)}"
     if "Missing mandatory value" in text and (found := re.search(r"full_key: (\S+)", text)):
         return f"{found[1]} must be given: {found[1]}=..."
     if found := re.search(r"Error merging override (\S+)", text):
