@@ -6,10 +6,12 @@ Exit status: 0, 1 for an error, 2 where a check found a violation, 130 after Ctr
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import shlex
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +39,7 @@ from specresearch.types import UserError
 
 OK, ERROR, VIOLATION, INTERRUPTED = 0, 1, 2, 130
 statuses: set[int] = set()  # of the jobs of this process
-swept: list[Path] = []  # the folder of the sweep that this process started
+swept: list[tuple[Path, float]] = []  # the sweep that this process started: its folder, and when it began
 shared = Shared()  # what the jobs of this process have in common
 TRACEBACKS = "SPECRESEARCH_TRACEBACK" in os.environ
 os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions reach us, who put them in one line
@@ -67,7 +69,7 @@ class Sweeping(Callback):
     """Tells `run` in which folder a sweep is being made (`hydra.callbacks` in conf/config.yaml)."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        swept.append(Path(config.hydra.sweep.dir))
+        swept.append((Path(config.hydra.sweep.dir), time.time()))
 
 
 @hydra.main(config_path=CONF, config_name="config", version_base="1.3")
@@ -79,29 +81,39 @@ def job(cfg: DictConfig) -> float | None:
     if at.mode != RunMode.MULTIRUN:
         return single(cfg, folder)
     sweep = Path(at.runtime.cwd) / at.sweep.dir
-    done, folder = earlier(cfg, folder, sweep, int(at.job.num)) if cfg.resume is not None else (None, folder)
+    done = None
+    if cfg.resume is not None:
+        done, folder = earlier(cfg, folder, sweep, first=int(folder.name) - int(at.job.num))
     given = " ".join(text for text in at.overrides.task if not text.startswith("resume="))
     console.out.print(f"\njob {folder.name}  {given}", style="bold", markup=False)
     if done is not None:
         console.out.print("done before with this configuration: skipped")
         return objective(cfg, done)
     (folder / sweeps.ERROR).unlink(missing_ok=True)
-    reset_peak_memory()
+    clear()
     try:
         return single(cfg, folder, sweep)
     except Exception as error:
         (folder / sweeps.ERROR).write_text(sentence(error) or overrides.one_line(f"{type(error).__name__}: {error}"))
         raise
-    finally:
-        shared.release()
 
 
-def earlier(cfg: DictConfig, folder: Path, sweep: Path, number: int) -> tuple[dict[str, Any] | None, Path]:
-    """A sweep that goes on (`cfg.resume`): the summary of the job that was done before with this configuration, if there is
-    one; and the folder to work in, the one of a job that was begun or this new one."""
+def clear() -> None:
+    """What the job before held, in this process, goes before the next one is made; only the target stays.
+
+    A function of this module: launchers send `job` to other processes by value, with copies of what it names.
+    """
+    shared.release()
+    gc.collect()  # a run and what shows it hold each other
+    reset_peak_memory()
+
+
+def earlier(cfg: DictConfig, folder: Path, sweep: Path, first: int) -> tuple[dict[str, Any] | None, Path]:
+    """A sweep that goes on (`cfg.resume`), its new jobs numbered from `first`: the summary of the job that was done before
+    with this configuration, if there is one; and the folder to work in, the one of a job that was begun or this new one."""
     cfg.resume = None
     config: Any = OmegaConf.to_container(cfg, resolve=True)
-    found = sweeps.same(sweep, config, int(folder.name))
+    found = sweeps.same(sweep, config, first)
     if found is None:
         return None, folder
     sweeps.discard(folder)
@@ -189,6 +201,7 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool, sweep: Path | None) -> 
         except KeyboardInterrupt:
             interrupted = True
             if measured is None:
+                tracker.finish({})
                 raise
         except Exception:
             tracker.finish({})
@@ -264,19 +277,20 @@ def run(job: Callable[[], Any], command: str = "config") -> NoReturn:
         statuses.add(ERROR if exit.code else OK)
     except Exception as error:
         statuses.add(report(error, command))
-    for folder in swept:
-        finish_sweep(folder, asked)
+    for folder, began in swept:
+        finish_sweep(folder, began, asked)
     sys.exit(next((s for s in (INTERRUPTED, ERROR, VIOLATION) if s in statuses), OK))
 
 
-def finish_sweep(folder: Path, asked: list[str]) -> None:
-    """The table across jobs, whichever process ran them; what failed; how to go on."""
+def finish_sweep(folder: Path, began: float, asked: list[str]) -> None:
+    """The table across jobs, whichever process ran them; what failed; how to go on. What failed before this sweep was gone
+    on with, and was not tried again, is shown and does not count."""
     found = sweeps.jobs(folder)
     if not found:
         return
     sweeps.save(folder, found)
     console.show_sweep(folder, found)
-    statuses.update(ERROR for job in found if job.state != "done")
+    statuses.update(ERROR for job in found if job.state != "done" and job.touched >= began - 1)
     statuses.update(VIOLATION for job in found if job.verdict == "violation")
     if statuses & {INTERRUPTED, ERROR}:
         kept = [a for a in asked if not a.startswith(("resume=", "hydra.sweep."))]
@@ -295,8 +309,6 @@ def report(error: Exception, command: str = "config") -> int:
 
 def sentence(error: Exception, command: str = "config") -> str | None:
     """A mistake of the user in one line; None for a fault of the program."""
-    if lacking := overrides.missing_plugin(str(error)):
-        return lacking
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # a missing option is both

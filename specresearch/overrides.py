@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,24 +12,15 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from specresearch import launchers
 from specresearch.prompts import SIGN
 from specresearch.sweeps import next_number
 from specresearch.types import UserError
 
 MULTIRUN = {"-m", "--multirun"}
-EXTRAS = {"joblib": "joblib", "submitit": "submitit", "ray": "ray", "optuna": "optuna"}  # plugin of Hydra: our extra
 # The folder of job `number` of a sweep that goes on: its number there.
 OmegaConf.register_new_resolver("specresearch.number", lambda number, first: int(number) + int(first), replace=True)
-OmegaConf.register_new_resolver("specresearch.gpus", lambda least, most=99: gpus(int(least), int(most)), replace=True)
-OmegaConf.register_new_resolver("specresearch.cores", lambda: os.cpu_count() or 1, replace=True)
 CONF = str(Path(__file__).resolve().parent / "conf")
-
-
-def gpus(least: int, most: int) -> int:
-    """The GPUs of this machine, within bounds: what a launcher's file in conf/ shares out."""
-    import torch
-
-    return min(max(torch.cuda.device_count(), least), most)
 
 
 def prepare(arguments: list[str], command: str = "config") -> list[str]:
@@ -45,8 +35,10 @@ def prepare(arguments: list[str], command: str = "config") -> list[str]:
         if not MULTIRUN & set(flags):
             return _resumed(Path(resumes[-1]), rest)
         arguments, going_on = rest, _swept(Path(resumes[-1]), rest)
+    if "hydra/sweeper=optuna" in arguments and not any(a.startswith(("objective=", "experiment=")) for a in arguments):
+        raise UserError("hydra/sweeper=optuna searches for the highest objective: add objective=tokens_per_second")
     options = known(command)[1]
-    return [_adapted(argument, options) for argument in arguments] + going_on
+    return [_adapted(argument, options) for argument in arguments] + going_on + launchers.defaults(arguments)
 
 
 def _swept(folder: Path, given: list[str]) -> list[str]:
@@ -144,16 +136,6 @@ def _keys(path: Path) -> Iterator[str]:
     return flat(yaml.safe_load(path.read_text(encoding="utf-8")), "")
 
 
-def missing_plugin(text: str) -> str | None:
-    """Hydra's complaint about a launcher or sweeper that is not installed, in one line."""
-    found = re.search(r"hydra_plugins\.hydra_(\w+?)_(launcher|sweeper)", text)
-    sampler = "Could not find 'hydra/sweeper/sampler/" in text
-    if not (sampler or (found and "Unknown plugin class" in text)):
-        return None
-    plugin, kind = (found[1], found[2]) if found else ("optuna", "sweeper")
-    return f"hydra/{kind}={plugin} is not installed: pip install 'specresearch[{EXTRAS.get(plugin, plugin)}]'"
-
-
 def near(word: str, choice: Sequence[str]) -> str:
     return near_text(difflib.get_close_matches(word, choice, n=3, cutoff=0.6), choice)
 
@@ -172,8 +154,9 @@ def explain(error: Exception, command: str = "config") -> str:
         text, cause = text + "\n" + str(cause), cause.__cause__
     if found := re.search(r"Could not find '([\w./@-]+)/([^/']+)'", text):
         group = {folder: place for place, folder in groups(command).items()}.get(found[1], found[1])
-        choice = options.get(group) or sorted(path.stem for path in (Path(CONF) / found[1]).glob("*.yaml"))
-        return f"{group}={found[2]} does not exist: {near(found[2], choice)}"
+        lacking = launchers.missing(found[1], found[2])
+        choice = options.get(group) or launchers.OPTIONS.get(found[1], ())
+        return lacking or f"{group}={found[2]} does not exist: {near(found[2], choice)}"
     if "Missing mandatory value" in text and (found := re.search(r"full_key: (\S+)", text)):
         return f"{found[1]} must be given: {found[1]}=..."
     if found := re.search(r"Error merging override (\S+)", text):

@@ -30,6 +30,7 @@ class SweepJob:
     state: Literal["done", "failed", "unfinished"]
     summary: dict[str, Any] | None  # of one that is done
     reason: str  # of one that failed
+    touched: float  # when it was begun, or failed: seconds since the epoch
 
     @property
     def verdict(self) -> str:
@@ -50,13 +51,15 @@ def jobs(sweep: Path) -> list[SweepJob]:
 def _job(folder: Path) -> SweepJob:
     given = [str(text).partition("=") for text in _yaml(folder / ".hydra" / "overrides.yaml") or []]
     overrides = {key: value for key, _, value in given if not key.lstrip("+~").startswith("hydra")}
-    failed = folder / ERROR
+    failed, config = folder / ERROR, folder / "config.yaml"
     if failed.exists():
-        return SweepJob(folder, overrides, "failed", None, failed.read_text(encoding="utf-8").strip())
+        reason = failed.read_text(encoding="utf-8").strip()
+        return SweepJob(folder, overrides, "failed", None, reason, failed.stat().st_mtime)
+    touched = max(path.stat().st_mtime for path in (folder / ".hydra", config) if path.exists())
     summary = read(folder).summary if (folder / "summary.json").exists() else None
     if summary is None or summary.get("interrupted"):
-        return SweepJob(folder, overrides, "unfinished", None, "it did not end")
-    return SweepJob(folder, overrides, "done", summary, "")
+        return SweepJob(folder, overrides, "unfinished", None, "it did not end", touched)
+    return SweepJob(folder, overrides, "done", summary, "", touched)
 
 
 def next_number(sweep: Path) -> int:
@@ -74,7 +77,7 @@ def same(sweep: Path, config: dict[str, Any], first: int) -> SweepJob | None:
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
     """As it is when read back from a file."""
-    kept = {key: value for key, value in config.items() if key not in OWN}
+    kept = {key: value for key, value in config.items() if key != "resume"}
     return yaml.safe_load(yaml.safe_dump(kept))
 
 
