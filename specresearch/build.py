@@ -46,19 +46,41 @@ def settings_of(cfg: DictConfig) -> Settings:
     return Settings(*(values[name] for name in Settings.__dataclass_fields__))
 
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias")
+
+
 def sampler_of(cfg: DictConfig) -> Sampler:
     values: Any = OmegaConf.to_object(cfg)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias")
-    return Sampler(**{name: values[name] for name in names})
+    return Sampler(**{name: values[name] for name in SAMPLING})
 
 
-def build(cfg: DictConfig, target: Target | None = None) -> Parts:
+class Shared:
+    """The target of the jobs that one process runs: kept while the configuration that it was made from stays the same."""
+
+    def __init__(self) -> None:
+        self.made_from: Any = None
+        self.target: Target | None = None
+
+    def get(self, cfg: DictConfig) -> Target:
+        wanted: Any = [OmegaConf.to_container(cfg[group], resolve=True) for group in ("target", "kernels")]
+        if self.target is None or self.made_from != wanted:
+            self.target = None  # the old one goes before the new one comes
+            self.target, self.made_from = make(cfg, "target"), wanted
+        return self.target
+
+    def release(self) -> None:
+        """After a job: only the model stays."""
+        if self.target is not None:
+            self.target.release()
+
+
+def build(cfg: DictConfig, target: Target | None = None, shared: Shared | None = None) -> Parts:
     """All parts of a run, checked against each other. Raises UserError for a combination that would be wrong."""
     sampler = sampler_of(cfg)
     make(cfg, "kernels")
     policy, verifier = make(cfg, "tree"), make(cfg, "verifier")
     check_fit(Drafter(), policy, verifier, sampler.temperature, cfg.lossy)  # before any model is loaded
-    target = target or make(cfg, "target")
+    target = target or (shared.get(cfg) if shared else make(cfg, "target"))
     drafter = make(cfg, "drafter", target=target)
     policy.prepare(target.seconds)
     check_fit(drafter, policy, verifier, sampler.temperature, cfg.lossy)

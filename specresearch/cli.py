@@ -6,9 +6,12 @@ Exit status: 0, 1 for an error, 2 where a check found a violation, 130 after Ctr
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
+import shlex
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -17,15 +20,19 @@ from typing import Any, NoReturn
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specresearch import console, overrides, spec_bench
-from specresearch.build import Streamer, build, make, settings_of
+from specresearch import console, overrides, spec_bench, sweeps
+from specresearch.baseline import Answers
+from specresearch.build import SAMPLING, Shared, Streamer, build, make, settings_of
+from specresearch.conversations import Settings
+from specresearch.decode import Parts
 from specresearch.metrics import NUMBERS
 from specresearch.overrides import CONF
-from specresearch.provenance import peak_memory, provenance
+from specresearch.provenance import peak_memory, provenance, reset_peak_memory
 from specresearch.report import write
 from specresearch.results import Results, write_pieces
 from specresearch.run import Run
@@ -33,6 +40,8 @@ from specresearch.types import UserError
 
 OK, ERROR, VIOLATION, INTERRUPTED = 0, 1, 2, 130
 statuses: set[int] = set()  # of the jobs of this process
+swept: list[tuple[Path, float]] = []  # the sweep that this process started: its folder, and when it began
+shared = Shared()  # what the jobs of this process have in common
 TRACEBACKS = "SPECRESEARCH_TRACEBACK" in os.environ
 os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions reach us, who put them in one line
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -46,7 +55,10 @@ def guarded(command: str) -> Callable[[Callable[[DictConfig], Any]], Callable[[D
         def inner(cfg: DictConfig) -> Any:
             try:
                 return job(cfg)
-            except (UserError, OmegaConfBaseException, OSError) as error:
+            except Exception as error:
+                lone = HydraConfig.get().mode != RunMode.MULTIRUN
+                if lone and not isinstance(error, UserError | OmegaConfBaseException | OSError):
+                    raise
                 statuses.add(report(error, command))
 
         return inner
@@ -54,21 +66,89 @@ def guarded(command: str) -> Callable[[Callable[[DictConfig], Any]], Callable[[D
     return wrap
 
 
+class Sweeping(Callback):
+    """Tells `run` in which folder a sweep is being made (`hydra.callbacks` in conf/config.yaml)."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        swept.append((Path(config.hydra.sweep.dir), time.time()))
+
+
 @hydra.main(config_path=CONF, config_name="config", version_base="1.3")
 @guarded("config")
 def job(cfg: DictConfig) -> float | None:
     """One run: decode, check, save. Returns the objective for sweepers, if one is named."""
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    at = HydraConfig.get()
+    folder = Path(at.runtime.output_dir)
+    if at.mode != RunMode.MULTIRUN:
+        return single(cfg, folder)
+    sweep = Path(at.runtime.cwd) / at.sweep.dir
+    done = None
+    if cfg.resume is not None:
+        done, folder = earlier(cfg, folder, sweep, first=int(folder.name) - int(at.job.num))
+    given = " ".join(text for text in at.overrides.task if not text.startswith("resume="))
+    console.out.print(f"\njob {folder.name}  {given}", style="bold", markup=False)
+    if done is not None:
+        console.out.print("done before with this configuration: skipped")
+        return objective(cfg, done)
+    (folder / sweeps.ERROR).unlink(missing_ok=True)
+    clear()
+    try:
+        return single(cfg, folder, sweep)
+    except Exception as error:
+        (folder / sweeps.ERROR).write_text(sentence(error) or overrides.one_line(f"{type(error).__name__}: {error}"))
+        raise
+
+
+def clear() -> None:
+    """What the job before held, in this process, goes before the next one is made; only the target stays.
+
+    A function of this module: launchers send `job` to other processes by value, with copies of what it names.
+    """
+    shared.release()
+    gc.collect()  # a run and what shows it hold each other
+    reset_peak_memory()
+
+
+def earlier(cfg: DictConfig, folder: Path, sweep: Path, first: int) -> tuple[dict[str, Any] | None, Path]:
+    """A sweep that goes on (`cfg.resume`), its new jobs numbered from `first`: the summary of the job that was done before
+    with this configuration, if there is one; and the folder to work in, the one of a job that was begun or this new one."""
+    cfg.resume = None
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    found = sweeps.same(sweep, config, first)
+    if found is None:
+        return None, folder
+    sweeps.discard(folder)
+    cfg.resume = str(found.folder)
+    return found.summary, found.folder
+
+
+def single(cfg: DictConfig, folder: Path, sweep: Path | None = None) -> float | None:
+    """Do a run in its folder, alone or as a job of a sweep."""
     resumed = cfg.resume is not None
     cfg = overrides.frozen(cfg, folder)
-    summary, interrupted = decode(cfg, folder, resumed)
+    summary, interrupted = decode(cfg, folder, resumed, sweep)
     if interrupted:
         raise KeyboardInterrupt
     statuses.add(VIOLATION if summary["lossless"]["verdict"] == "violation" else OK)
+    return objective(cfg, summary)
+
+
+def objective(cfg: DictConfig, summary: dict[str, Any]) -> float | None:
     return summary[cfg.objective] if cfg.objective else None
 
 
-def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any], bool]:
+def plain_answers(cfg: DictConfig, parts: Parts, settings: Settings, sweep: Path | None) -> Answers | None:
+    """Where the jobs of a sweep keep the answers of plain decoding; None for a lone run, which makes its own."""
+    if sweep is None or not settings.baseline:
+        return None
+    values: Any = OmegaConf.to_container(cfg, resolve=True)
+    model = [values["target"], values["kernels"]]
+    sampling = [values[name] for name in SAMPLING]
+    origin = [model, parts.target.fingerprint(), sampling, settings.seed, settings.stop, settings.batch_size]
+    return Answers(sweep / "baseline", origin)
+
+
+def decode(cfg: DictConfig, folder: Path, resumed: bool, sweep: Path | None) -> tuple[dict[str, Any], bool]:
     settings = settings_of(cfg)
     if cfg.objective is not None and cfg.objective not in NUMBERS:
         raise UserError(
@@ -76,17 +156,18 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any]
         )
     if not isinstance(cfg.get("report", False), bool):
         raise UserError(f"report={cfg.report}: use true or false")
+    if not settings.baseline and cfg.objective in ("speedup", "baseline_tokens_per_second"):
+        raise UserError(f"objective={cfg.objective} needs plain decoding beside it: leave baseline=false out")
     questions = make(cfg, "prompts")[: settings.limit]
-    parts = build(cfg)
+    parts = build(cfg, shared=shared if sweep else None)
     tracker = make(cfg, "tracker")
     config: Any = OmegaConf.to_container(cfg, resolve=True)
-    hydra_cfg = HydraConfig.get()
-    choices: dict[str, Any] = hydra_cfg.runtime.choices
-    sweep = Path(hydra_cfg.sweep.dir).name if hydra_cfg.mode == RunMode.MULTIRUN else None
+    choices: dict[str, Any] = HydraConfig.get().runtime.choices
     tags = [choices[group] for group in ("drafter", "tree", "verifier", "target")]
-    tracker.start(config, folder, group=sweep, tags=tags)
+    tracker.start(config, folder, group=sweep.name if sweep else None, tags=tags)
     streaming = choices["prompts"] == "text"
     interrupted = False
+    measured: Run | None = None
     with console.progress() as bar:
         task = bar.add_task("decoding", total=sum(len(q.turns) for q in questions), note="")
 
@@ -98,7 +179,7 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any]
             bar.update(task, completed=len(lines), note=f"accepted length {console.number(pooled)}")
             if length is not None:
                 numbers = {"accept/answer_length": length, "accept/running_length": pooled or 0.0}
-                if measured.box.curve:  # of the blocks before
+                if measured and measured.box.curve:  # of the blocks before
                     numbers["lossless/log10_e"] = measured.box.curve[-1][1]
                 tracker.log(numbers, step=len(lines))
 
@@ -113,18 +194,24 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any]
         if streaming:
             bar.stop()
             console.out.print("[green]drafted and accepted[/], [yellow]the target's own (bonus)[/]\n")
-        measured = Run(parts, questions, settings, folder, resumed, on_turn, on_tokens if streaming else None)
-        bar.update(task, completed=len(measured.lines))
         costs: dict[str, Any] = {"costs": None, "predicted_speedup": None}
         try:
+            answers = plain_answers(cfg, parts, settings, sweep)
+            shown = on_tokens if streaming else None
+            measured = Run(parts, questions, settings, folder, resumed, on_turn, shown, answers)
+            bar.update(task, completed=len(measured.lines))
             with profiler(settings.profile, folder):
                 measured.execute()
             costs = measured.costs() if settings.baseline else costs
         except KeyboardInterrupt:
             interrupted = True
+            if measured is None:
+                tracker.finish({})
+                raise
         except Exception:
             tracker.finish({})
             raise
+    assert measured is not None
     summary = measured.summary() | costs | {"peak_memory_bytes": peak_memory(parts.target.device), "config": config}
     summary |= {"provenance": provenance(parts.target), "interrupted": interrupted}
     if choices["prompts"] == "spec_bench":
@@ -137,7 +224,7 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool) -> tuple[dict[str, Any]
     if cfg.get("report"):
         write_report(Results(folder, summary, measured.lines, measured.blocks, pieces))
     console.show(summary, folder, tracker.finish(summary))
-    if interrupted:
+    if interrupted and sweep is None:
         left = (
             f"{measured.unfinished} answers of a broken-off block, in the trace only, will be redone; "
             if measured.unfinished
@@ -195,6 +282,8 @@ def main() -> None:
 def run(job: Callable[[], Any], command: str = "config") -> NoReturn:
     """Do a command's job and leave with its exit status. A group is named by where it stands in the configuration."""
     statuses.clear()
+    swept.clear()
+    asked = sys.argv[1:]
     moved = {place: f"{folder}@{place}" for place, folder in overrides.groups(command).items() if place != folder}
     try:
         given = (argument.partition("=") for argument in overrides.prepare(sys.argv[1:], command))
@@ -206,16 +295,42 @@ def run(job: Callable[[], Any], command: str = "config") -> NoReturn:
         statuses.add(ERROR if exit.code else OK)
     except Exception as error:
         statuses.add(report(error, command))
+    for folder, began in swept:
+        finish_sweep(folder, began, asked)
     sys.exit(next((s for s in (INTERRUPTED, ERROR, VIOLATION) if s in statuses), OK))
+
+
+def finish_sweep(folder: Path, began: float, asked: list[str]) -> None:
+    """The table across jobs, whichever process ran them; what failed; how to go on. What failed before this sweep was gone
+    on with, and was not tried again, is shown and does not count."""
+    found = sweeps.jobs(folder)
+    if not found:
+        return
+    sweeps.save(folder, found)
+    console.show_sweep(folder, found)
+    statuses.update(ERROR for job in found if job.state != "done" and job.touched >= began - 1)
+    statuses.update(VIOLATION for job in found if job.verdict == "violation")
+    if statuses & {INTERRUPTED, ERROR}:
+        kept = [a for a in asked if not a.startswith(("resume=", "hydra.sweep."))]
+        again = shlex.join(["python", "-m", "specresearch", *kept, f"resume={folder}"])
+        print(f"go on with  {again}", file=sys.stderr)
 
 
 def report(error: Exception, command: str = "config") -> int:
     """Mistakes of the user in one line; what is a fault of the program keeps its traceback."""
-    if TRACEBACKS or not isinstance(error, UserError | HydraException | OmegaConfBaseException | OSError):
+    said = None if TRACEBACKS else sentence(error, command)
+    if said is None:
         traceback.print_exception(error)
         return ERROR
+    return console.fail(said)
+
+
+def sentence(error: Exception, command: str = "config") -> str | None:
+    """A mistake of the user in one line; None for a fault of the program."""
     if isinstance(error, UserError):
-        return console.fail(str(error))
+        return str(error)
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # a missing option is both
-        return console.fail(f"{error.filename or 'a file'} cannot be written or read: {error.strerror or error}")
-    return console.fail(overrides.explain(error, command))
+        return f"{error.filename or 'a file'} cannot be written or read: {error.strerror or error}"
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return overrides.explain(error, command)
+    return None

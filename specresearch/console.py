@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specresearch.spec_bench import WHY, differ
+from specresearch.sweeps import SweepJob, best, varied
 
 out = Console(soft_wrap=True, highlight=False)
 VERDICT_STYLE = {
@@ -71,7 +73,8 @@ def show(summary: dict[str, Any], folder: Path, where: str | None) -> None:
 def rows(s: dict[str, Any]) -> list[tuple[str, Text]]:
     speed = f"{number(s['tokens_per_second'], 1)} tokens/s"
     if s["baseline_tokens_per_second"]:
-        speed += f"   plain {number(s['baseline_tokens_per_second'], 1)}   speedup {number(s['speedup'])}x"
+        some = f" on {s['baseline_prompts']} answers" if s.get("baseline_prompts", s["prompts"]) < s["prompts"] else ""
+        speed += f"   plain {number(s['baseline_tokens_per_second'], 1)}{some}   speedup {number(s['speedup'])}x"
     if s.get("hf_tokens_per_second"):
         speed += f"   transformers {number(s['hf_tokens_per_second'], 1)}   {number(s['hf_speedup'])}x"
     if s.get("predicted_speedup"):
@@ -98,9 +101,7 @@ def bars(histogram: dict[str, int]) -> str:
 
 
 def losslessness(found: dict[str, Any]) -> Text:
-    verdict = found["verdict"]
-    text = Text(verdict.upper() if verdict in ("lossy", "violation", "simulated") else verdict)
-    text.stylize(VERDICT_STYLE.get(verdict, "bold"))
+    text = verdict_text(found["verdict"])
     if "equal" in found:
         text.append(f"   {found['equal']} of {found['answers']} answers equal {found['reference']} token by token")
         for entry in (found["violations"] + found["near_ties"])[:5]:
@@ -112,6 +113,36 @@ def losslessness(found: dict[str, Any]) -> Text:
         how = claim["verdict"] if claim["kind"] == "tested" else claim["kind"]
         text.append(f"\nwhite box: {claim['claim']}: {how} (n = {claim['n']})")
     return text
+
+
+def verdict_text(verdict: str) -> Text:
+    loud = verdict.upper() if verdict in ("lossy", "violation", "simulated") else verdict
+    return Text(loud, style=VERDICT_STYLE.get(verdict, "bold"))
+
+
+def show_sweep(folder: Path, found: Sequence[SweepJob]) -> None:
+    """One row a job that is done, what failed and why, and the best one where there is an objective."""
+    keys, table = varied(found), Table(box=None, padding=(0, 2, 0, 0))
+    for key in ("job", *keys):
+        table.add_column(Text(key), overflow="fold")
+    for heading in ("accepted length", "tokens/s", "speedup"):
+        table.add_column(heading, justify="right")
+    table.add_column("losslessness")
+    for job in found:
+        if s := job.summary:
+            own = [Text(job.overrides.get(key, "-")) for key in keys]
+            speeds = number(s["tokens_per_second"], 1), number(s["speedup"], 2, "x" if s["speedup"] else "")
+            table.add_row(job.folder.name, *own, number(s["mean_accepted_length"]), *speeds, verdict_text(job.verdict))
+    done = sum(job.state == "done" for job in found)
+    wide().print(f"\n[bold]{done} of {len(found)} jobs done[/]  in {folder}/  sweep.json")
+    if done:
+        wide().print(table)
+    if top := best(found):
+        out.print(f"[bold]best {top[1]}[/]  {number((top[0].summary or {})[top[1]])}  {top[0].command()}")
+    for job in found:
+        if job.state != "done":
+            given = " ".join(f"{key}={job.overrides[key]}" for key in keys if key in job.overrides)
+            note(f"{job.state}: job {job.folder.name} {given}: {job.reason}")
 
 
 def kinds(summary: dict[str, Any]) -> None:

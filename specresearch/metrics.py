@@ -81,16 +81,24 @@ def timed(block: Block) -> bool:
     return "speculative" in block and "baseline" in block
 
 
+def gain(blocks: Iterable[Block], mode: str) -> float | None:
+    """Speculative tokens per second against those of `mode`, on the blocks that were decoded both ways."""
+    both = [block for block in blocks if mode in block]
+    spec, other = rate(both, "speculative"), rate(both, mode)
+    return spec / other if spec and other else None
+
+
 def speed(blocks: Sequence[Block]) -> dict[str, Any]:
-    spec, base, hf = (rate(blocks, mode) for mode in ("speculative", "baseline", "hf"))
+    """`baseline_prompts` = answers that were timed both ways: all of a lone run, some of a sweep's job."""
     out = {
         "target_passes": sum(block["speculative"]["target_passes"] for block in blocks),
-        "tokens_per_second": spec,
-        "baseline_tokens_per_second": base,
-        "speedup": spec / base if spec and base else None,
+        "tokens_per_second": rate(blocks, "speculative"),
+        "baseline_tokens_per_second": rate(blocks, "baseline"),
+        "speedup": gain(blocks, "baseline"),
+        "baseline_prompts": sum(block["answers"] for block in blocks if "baseline" in block),
     }
     if any("hf" in block for block in blocks):
-        out |= {"hf_tokens_per_second": hf, "hf_speedup": spec / hf if spec and hf else None}
+        out |= {"hf_tokens_per_second": rate(blocks, "hf"), "hf_speedup": gain(blocks, "hf")}
     return out
 
 

@@ -12,9 +12,14 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from specresearch import launchers
 from specresearch.prompts import SIGN
+from specresearch.sweeps import next_number
 from specresearch.types import UserError
 
+MULTIRUN = {"-m", "--multirun"}
+# The folder of job `number` of a sweep that goes on: its number there.
+OmegaConf.register_new_resolver("specresearch.number", lambda number, first: int(number) + int(first), replace=True)
 CONF = str(Path(__file__).resolve().parent / "conf")
 
 
@@ -24,10 +29,29 @@ def prepare(arguments: list[str], command: str = "config") -> list[str]:
     if not any("=" not in a for a in arguments if not a.startswith("-")):  # ... unless one of them takes a value
         arguments = flags + [a for a in arguments if not a.startswith("-")]
     resumes = [a.partition("=")[2] for a in arguments if a.startswith("resume=")]
+    going_on: list[str] = []
     if resumes and resumes[-1] not in ("", "null"):
-        return _resumed(Path(resumes[-1]), [a for a in arguments if not a.startswith("resume=")])
+        rest = [a for a in arguments if not a.startswith("resume=")]
+        if not MULTIRUN & set(flags):
+            return _resumed(Path(resumes[-1]), rest)
+        arguments, going_on = rest, _swept(Path(resumes[-1]), rest)
+    if "hydra/sweeper=optuna" in arguments and not any(a.startswith(("objective=", "experiment=")) for a in arguments):
+        raise UserError("hydra/sweeper=optuna searches for the highest objective: add objective=tokens_per_second")
     options = known(command)[1]
-    return [_adapted(argument, options) for argument in arguments]
+    return [_adapted(argument, options) for argument in arguments] + going_on + launchers.defaults(arguments)
+
+
+def _swept(folder: Path, given: list[str]) -> list[str]:
+    """With `-m ... resume=SWEEP`: jobs go into that folder, under numbers that are still free."""
+    if not any(folder.glob("*/.hydra")):
+        alone = (folder / ".hydra").is_dir()
+        where = " is a run, no sweep: leave -m out" if alone else ": no sweep was started there"
+        raise UserError(f"resume={folder}{where}")
+    if moved := [a for a in given if a.startswith("hydra.sweep.")]:
+        raise UserError(f"resume={folder} says where the jobs go: leave {' '.join(moved)} out")
+    number = f"${{specresearch.number:${{hydra:job.num}},{next_number(folder)}}}"
+    place = quoted(str(folder))
+    return [f"resume={place}", f"hydra.sweep.dir={place}", f"hydra.sweep.subdir={quoted(number)}"]
 
 
 def _adapted(argument: str, options: dict[str, list[str]]) -> str:
@@ -47,6 +71,8 @@ def quoted(text: str) -> str:
 
 def _resumed(folder: Path, given: list[str]) -> list[str]:
     own = folder / ".hydra" / "overrides.yaml"
+    if any(folder.glob("*/.hydra")):
+        raise UserError(f"resume={folder} is a sweep: add -m and the overrides of its jobs")
     if not (folder / "config.yaml").exists() or not own.exists():
         raise UserError(f"resume={folder}: no run was started there (config.yaml or .hydra/overrides.yaml is missing)")
     config, first, hydra = (read_yaml(p) for p in (folder / "config.yaml", own, folder / ".hydra" / "hydra.yaml"))
@@ -128,7 +154,9 @@ def explain(error: Exception, command: str = "config") -> str:
         text, cause = text + "\n" + str(cause), cause.__cause__
     if found := re.search(r"Could not find '([\w./@-]+)/([^/']+)'", text):
         group = {folder: place for place, folder in groups(command).items()}.get(found[1], found[1])
-        return f"{group}={found[2]} does not exist: {near(found[2], options.get(group, []))}"
+        lacking = launchers.missing(found[1], found[2])
+        choice = options.get(group) or launchers.OPTIONS.get(found[1], ())
+        return lacking or f"{group}={found[2]} does not exist: {near(found[2], choice)}"
     if "Missing mandatory value" in text and (found := re.search(r"full_key: (\S+)", text)):
         return f"{found[1]} must be given: {found[1]}=..."
     if found := re.search(r"Error merging override (\S+)", text):

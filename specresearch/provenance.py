@@ -7,6 +7,7 @@ import platform
 import resource
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,12 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak_memory() -> None:
+    """Count anew from here, where the system can: a job of a sweep reports its own peak."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")

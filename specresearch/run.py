@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from specresearch.baseline import Answers, interleaved
 from specresearch.conversations import Conversations, Settings, required_capacity
 from specresearch.decode import Decoder, Emission, Parts, Turn
 from specresearch.drafters.none import NoDrafter
@@ -39,12 +40,15 @@ class Run:
         resume: bool,
         on_turn: Callable[[Line, list[Line], list[Block]], None],
         on_tokens: Callable[[Emission], None] | None = None,
+        answers: Answers | None = None,
     ):
         self.parts, self.settings, self.folder = parts, settings, folder
         self.on_turn, self.on_tokens = on_turn, on_tokens
         # A block that breaks off is redone, so that batches are composed as in an uninterrupted run: keep blocks small.
         size = settings.batch_size if settings.batch_size == 1 else 2 * settings.batch_size
         self.questions = [questions[i : i + size] for i in range(0, len(questions), size)]
+        self.answers = answers  # plain ones, of other jobs of a sweep
+        self.timed = set(range(len(self.questions))) if answers is None else interleaved(self.questions)
         self.origin = digest(questions, settings)
         self.lines, self.blocks = read_finished(folder) if resume else ([], [])
         if any(block["origin"] != self.origin for block in self.blocks):
@@ -107,12 +111,12 @@ class Run:
     def _block(self, index: int) -> None:
         questions, self.fresh = self.questions[index], []
         self.reserve()
-        modes = ["speculative"] + (["baseline"] if self.settings.baseline else [])
-        if self.settings.baseline == "hf":
-            modes.append("hf")
         block: Block = {"block": index, "origin": self.origin, "kinds": sorted({q.kind for q in questions})}
-        plain: list[Line] = []
-        for mode in modes if index % 2 == 0 else reversed(modes):
+        known = self._known(index)
+        plain: list[Line] = known or []
+        forward = sum("baseline" in done for done in self.blocks) % 2 == 0
+        modes = self._modes(index, known is not None)
+        for mode in modes if forward else reversed(modes):
             if mode == "hf":
                 block["hf"] = self._hf(questions)
             else:
@@ -129,10 +133,25 @@ class Run:
         self.lines, self.fresh = self.lines + self.fresh, []
         self.blocks.append(block)
 
+    def _known(self, index: int) -> list[Line] | None:
+        """The plain answers of a block, where another job made them and this one need not time them."""
+        if self.answers is None or not self.settings.baseline or index in self.timed:
+            return None
+        return self.answers.recall(self._jobs(self.questions[index]))
+
+    def _modes(self, index: int, known: bool) -> list[str]:
+        plain = [] if known or not self.settings.baseline else ["baseline"]
+        outside = ["hf"] if self.settings.baseline == "hf" and index in self.timed else []
+        return ["speculative", *plain, *outside]
+
+    def _jobs(self, questions: Sequence[Question]) -> Conversations:
+        return Conversations(self.parts.target, questions, self.settings, self.capacity)
+
     def _decode(self, questions: Sequence[Question], speculative: bool) -> tuple[Block, list[Line]]:
         decoder = self.speculative if speculative else self.plain
-        jobs = Conversations(self.parts.target, questions, self.settings, self.capacity)
+        jobs = self._jobs(questions)
         lines: list[Line] = []
+        budgets: dict[tuple[Any, int], int] = {}
         decoder.clock.reset()
         passes, began = decoder.passes, time.perf_counter()
         shown = 0.0  # time spent on showing progress, which is not decoding
@@ -140,6 +159,7 @@ class Run:
             if emission.done:
                 jobs.answered(emission.turn)
                 lines.append(emission.turn.line())
+                budgets[emission.turn.job.id, emission.turn.job.turn] = emission.turn.job.budget
             if speculative:
                 at = time.perf_counter()
                 self._show(emission, lines)
@@ -149,6 +169,8 @@ class Run:
         lines.sort(key=lambda line: (order[line["id"]], line["turn"]))
         if speculative:
             self.fresh = lines
+        elif self.answers is not None:
+            self.answers.keep(lines, budgets)
         tokens = sum(len(line["output_ids"]) for line in lines)
         block = {"tokens": tokens, "seconds": seconds, "target_passes": decoder.passes - passes}
         # Spec-Bench counts plain decoding's tokens so: from the text, less one an answer for a BOS.
@@ -164,7 +186,7 @@ class Run:
 
     def _hf(self, questions: Sequence[Question]) -> Block:
         target, tokens, seconds = self.parts.target, 0, 0.0
-        jobs = Conversations(target, questions, self.settings, self.capacity)
+        jobs = self._jobs(questions)
         for job in jobs:  # one by one, as `generate` is mostly called
             began = time.perf_counter()
             ids = target.generate(job.prompt_ids, job.budget, self.parts.sampler, self.settings.stop)

@@ -104,7 +104,8 @@ class WandbTracker(Tracker):
 
         if self._mode == "online":
             wandb.setup(wandb.Settings(mode="online"))  # login refuses while the user's settings say offline
-        init = partial(wandb.init, project=self._project, entity=self._entity, job_type="decode", **run)
+        kind = "sweep" if run.get("group") else "decode"
+        init = partial(wandb.init, project=self._project, entity=self._entity, job_type=kind, **run)
         if self._mode != "offline":
             try:
                 if wandb.login(prompt=False, verify=False):  # looks for credentials; neither asks nor connects

@@ -224,6 +224,13 @@ class Target:
     def reserve(self, batch: int, capacity: int, tree_size: int) -> None:
         raise NotImplementedError
 
+    def release(self) -> None:
+        """Give the cache back, between the jobs of a sweep; the next `reserve` makes a new one."""
+
+    def fingerprint(self) -> str:
+        """Tells its weights, and the device and dtype they are on, from those of others."""
+        return ""
+
     def extend(
         self, rows: Sequence[int], tokens: Tensor, length: Tensor, taps: Sequence[Tap]
     ) -> tuple[Tensor, Tensor | None]:

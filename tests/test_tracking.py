@@ -135,7 +135,7 @@ def test_offline_run_reads_back(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert captured.out == captured.err == ""
 
     run, history, summary = read_run(folder)
-    assert (run.project, run.run_group, run.job_type) == ("spec", "baseline", "decode")
+    assert (run.project, run.run_group, run.job_type) == ("spec", "baseline", "sweep")
     assert list(run.tags) == ["ngram", "greedy"]
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert {key: config[key] for key in CONFIG} == CONFIG

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 import statistics
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -91,33 +93,39 @@ class HFModel(Target):
         ]
 
     def _hook(self) -> None:
-        """Two hooks stand in for a copied forward: the head sees only the rows asked for, the blocks give their stream."""
+        """Two hooks stand in for a copied forward: the head sees only the rows asked for, the blocks give their stream.
+
+        The modules may be another model's too (`first_layers`): hooks hold this one weakly, and go when it does.
+        """
+        ours = weakref.ref(self)
 
         def keep_rows(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            if self._keep is None:
+            own = ours()
+            if own is None or own._keep is None:
                 return None
-            return (args[0].gather(1, self._keep.to(args[0].device)[:, None, None].expand(-1, 1, args[0].shape[-1])),)
+            return (args[0].gather(1, own._keep.to(args[0].device)[:, None, None].expand(-1, 1, args[0].shape[-1])),)
 
-        def stream(tap: int) -> Any:
-            def capture(_: nn.Module, args: Any, output: Any) -> None:
-                if self._captured is not None and tap in self._captured:
-                    self._captured[tap] = output[0] if isinstance(output, tuple) else output
+        def capture(tap: Tap, stream: Tensor) -> None:
+            own = ours()
+            if own is not None and own._captured is not None and tap in own._captured:
+                own._captured[tap] = stream
 
-            return capture
+        def after(tap: int) -> Any:
+            return lambda _, args, output: capture(tap, output[0] if isinstance(output, tuple) else output)
 
         def before_head(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if self._captured is not None and "norm" in self._captured:
-                self._captured["norm"] = args[0]
+            capture("norm", args[0])
 
         def first(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-            if self._captured is not None and 0 in self._captured:
-                self._captured[0] = args[0] if args else kwargs["hidden_states"]
+            capture(0, args[0] if args else kwargs["hidden_states"])
 
-        self.head.register_forward_pre_hook(before_head)
-        self.head.register_forward_pre_hook(keep_rows)
-        self.blocks[0].register_forward_pre_hook(first, with_kwargs=True)
-        for index, block in enumerate(self.blocks):
-            block.register_forward_hook(stream(index + 1))
+        handles = [
+            self.head.register_forward_pre_hook(before_head),
+            self.head.register_forward_pre_hook(keep_rows),
+            self.blocks[0].register_forward_pre_hook(first, with_kwargs=True),
+            *(block.register_forward_hook(after(index + 1)) for index, block in enumerate(self.blocks)),
+        ]
+        weakref.finalize(self, _remove, handles).atexit = False
 
     def _choose(self, fast: str) -> None:
         """Our own forward where the model's family has one and it computes what the model's own does, else the model's."""
@@ -226,6 +234,18 @@ class HFModel(Target):
         if self.cache is None or self.cache.batch != batch or self.cache.slots < slots:
             self.cache = None  # free the old one first
             self.cache = SlotCache(self.shapes, batch, slots)
+
+    def release(self) -> None:
+        self.cache = None
+
+    def fingerprint(self) -> str:
+        """Sixty-four elements of every tensor, and how they are computed with: cheap, and no two models share it."""
+        digest = hashlib.sha256(f"{self.device} {self.dtype} {self.eos}".encode())
+        for name, weight in self.model.named_parameters():
+            flat = weight.detach().flatten()
+            some = flat[:: max(flat.numel() // 64, 1)][:64].contiguous().cpu()
+            digest.update(f"{name} {tuple(weight.shape)}".encode() + some.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     @torch.inference_mode()
     def run(
@@ -418,6 +438,11 @@ class HFModel(Target):
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - began)
         return statistics.median(times[1:])
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _limits(model: Any, layers: Sequence[Any]) -> list[tuple[int, str]]:

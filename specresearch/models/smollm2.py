@@ -53,7 +53,13 @@ def load(
             ) from None
     if weights == "auto":
         weights = "float16" if resolve_dtype(dtype, resolve_device(device)) == torch.float32 else None
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map, "fast": fast, "weights": weights}
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "device_map": device_map,
+        "fast": fast,
+        "weights": weights,
+    }
     model = load_hf(id=str(folder), **options)
     model.name = "smollm2"
     return model
