@@ -40,7 +40,13 @@ def make_runs(folder: Path, drafter: str, given: list[str], target: Target | Non
     runs: dict[str, Run] = {}
     configs: dict[str, Any] = {}
     for name, tree in {LARGE: ["trace.dense=true"], **SMALLER}.items():
-        own = [f"drafter={drafter}", "trace.dense=false", *given, *tree, *([] if name == LARGE else ["baseline=false", "check=false"])]
+        own = [
+            f"drafter={drafter}",
+            "trace.dense=false",
+            *given,
+            *tree,
+            *([] if name == LARGE else ["baseline=false", "check=false"]),
+        ]
         cfg = compose("config", overrides.prepare(["experiment=replay", *own]))
         parts = build(cfg, target)
         target, settings, place = parts.target, settings_of(cfg), folder / drafter / name.replace("/", "-")
@@ -75,7 +81,9 @@ def table(folder: Path, drafter: str) -> str:
     for name, exact, rough in zip(SMALLER, dense, plain):
         real = read(folder / drafter / name.replace("/", "-")).summary
         length, guess = real["mean_accepted_length"], rough.mean_accepted_length or 0.0
-        same = "=" if {k: int(n) for k, n in exact.histogram.items()} == real["accepted_length_histogram"] else "differs"
+        same = (
+            "=" if {k: int(n) for k, n in exact.histogram.items()} == real["accepted_length_histogram"] else "differs"
+        )
         rows.append(
             f"| {name} | {length:.3f} | {console.number(exact.mean_accepted_length, 3)} {same} | {guess:.3f} | "
             f"{guess / length - 1:+.1%} | {real['tokens_per_second']:.1f} | {console.number(exact.tokens_per_second, 1)} |"
@@ -97,7 +105,9 @@ def facts(folder: Path, drafters: list[str]) -> str:
     where = run.summary["provenance"]
     device, versions = where["device"], where["versions"]
     date = datetime.fromisoformat(where["time"]).date()
-    lines.append(f"- {date}, {device['name']}, {device['threads']} threads, {device['dtype']}, torch {versions['torch']}")
+    lines.append(
+        f"- {date}, {device['name']}, {device['threads']} threads, {device['dtype']}, torch {versions['torch']}"
+    )
     return "\n".join(lines)
 
 

@@ -34,10 +34,10 @@ class Recorder(TreePolicy):
         return sum(policy.asked for policy in self.family)
 
     def grow(self, step: Step, ask: Any) -> Tree:
-        questions = Questions(step, ask, self.depth)
+        questions = Questions(step, ask, self.depth, self.width)
         for policy in self.family:
             policy.grow(step, questions.answer)
-        self.book = questions.book(self.width)
+        self.book = questions.book()
         return Tree.of_root(step)
 
     def take(self) -> dict[str, Any]:
@@ -49,11 +49,13 @@ class Recorder(TreePolicy):
 class Questions:
     """The nodes asked about in one step of one row, numbered in the order of asking; the root is number 0."""
 
-    def __init__(self, step: Step, ask: Any, depth: int):
+    def __init__(self, step: Step, ask: Any, depth: int, width: int):
         assert step.root.shape[0] == 1
         self.growth = Growth(step, ask, depth)
         self.number: dict[Path, int] = {}
+        self.width = width
         self.scores: list[Tensor] = []  # [V] each
+        self.children: list[dict[int, float]] = []  # the best `width` tokens and their log-probabilities
 
     def answer(self, frontier: Frontier) -> tuple[Tensor, None]:
         paths = [tuple(token for token in path if token >= 0) for path in frontier.path[0].tolist()]
@@ -63,9 +65,7 @@ class Questions:
 
     def _alive(self, path: Path) -> bool:
         """A frontier of fixed width holds dead nodes, too, whose parents never proposed them."""
-        if not path:
-            return True
-        return path[:-1] in self.number and bool(self.scores[self.number[path[:-1]]][path[-1]] > -torch.inf)
+        return not path or (path[:-1] in self.number and path[-1] in self.children[self.number[path[:-1]]])
 
     def _ask(self, paths: list[Path]) -> None:
         if not paths:
@@ -76,20 +76,20 @@ class Questions:
         else:
             parents = torch.tensor([[self.number[path[:-1]] for path in paths]], device=device)
             score, _ = self.growth.expand(parents, torch.tensor([[path[-1] for path in paths]], device=device))
-        for path, row in zip(paths, score[0]):
+        best = score[0].topk(min(self.width, score.shape[-1]), dim=-1)
+        for path, row, values, tokens in zip(paths, score[0], best.values.tolist(), best.indices.tolist()):
             self.number[path] = len(self.scores)
             self.scores.append(row)
+            self.children.append({token: value for token, value in zip(tokens, values) if value > -torch.inf})
 
-    def book(self, width: int) -> dict[str, Any]:
-        """`parent`: of each node asked, its parent's number; `token`: its own; `children`, `logp`: its best `width`."""
-        logp, tokens = torch.stack(self.scores).topk(min(width, self.scores[0].shape[0]), dim=-1)
-        kept = [sum(value > -torch.inf for value in row) for row in logp.tolist()]
+    def book(self) -> dict[str, Any]:
+        """`parent`: of each node asked, its parent's number; `token`: its own; `children`, `logp`: its best tokens."""
         paths = list(self.number)
         return {
             "parent": [self.number[path[:-1]] if path else -1 for path in paths],
             "token": [path[-1] if path else -1 for path in paths],
-            "children": [row[:count] for row, count in zip(tokens.tolist(), kept)],
-            "logp": [[short(value) for value in row[:count]] for row, count in zip(logp.tolist(), kept)],
+            "children": [list(children) for children in self.children],
+            "logp": [[short(value) for value in children.values()] for children in self.children],
         }
 
 

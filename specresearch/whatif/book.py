@@ -22,7 +22,8 @@ Draft = dict[str, Any]  # of one place: parent, token, children, logp by node as
 class Book:
     """The places of one answer, its last token excepted: nothing follows that."""
 
-    logp: Tensor  # [B, R, C] of each child of each node asked, -inf where it has none; tokens by local number
+    # Tokens go by local numbers, from 1: dead nodes of a frontier carry 0, which is nobody's child.
+    logp: Tensor  # [B, R, C] of each child of each node asked, -inf where it has none
     child: Tensor  # [B, R, C] the number of that child among the nodes asked, -1 where it was not
     cut: Tensor  # [B, R] bool: more children than these may exist
     after: Tensor  # [B, T] local numbers of the tokens that came; -1 where the place never heard of it; -2 past the end
@@ -38,13 +39,13 @@ def book_of(output: Sequence[int], drafts: Sequence[Draft | None], levels: int, 
     """None: the drafter was not asked at this place. {}: it was, and proposed nothing."""
     names = [sorted({t for kids in (d or {}).get("children", ()) for t in kids}) for d in drafts]
     places, most = len(drafts), max([1, *(len((d or {}).get("parent", ())) for d in drafts)])
-    wide = max([1, *map(len, names)])
+    wide = 1 + max(map(len, names), default=0)
     logp = torch.full((places, most, wide), -torch.inf)
     child = torch.full((places, most, wide), -1)
     cut = torch.zeros(places, most, dtype=torch.bool)
     after = torch.full((places, levels), -2)
     for place, (draft, own) in enumerate(zip(drafts, names)):
-        local = {token: number for number, token in enumerate(own)}
+        local = {token: number for number, token in enumerate(own, 1)}
         coming = [local.get(token, -1) for token in output[place + 1 : place + 1 + levels]]
         after[place, : len(coming)] = torch.tensor(coming)
         for at, values in _entries(draft or {}, local):
