@@ -25,6 +25,7 @@ from specresearch.results import read, read_lines
 from specresearch.run import Run
 from specresearch.types import Target
 from specresearch.whatif.answer import Answer
+from specresearch.whatif.price import prices_of
 
 LARGE = "recorded"
 SMALLER = {
@@ -68,7 +69,8 @@ def make_runs(folder: Path, drafter: str, given: list[str], target: Target | Non
 
 def foretold(path: Path, trees: list[list[str]]) -> list[Answer]:
     (own,) = recordings([str(path)])
-    return [replay(own, wish_of([str(path), *tree]))[0][1] for tree in trees]
+    prices = prices_of(own.run, own.policy.depth, own.policy.size)
+    return [replay(own, wish_of([str(path), *tree]), prices)[0][1] for tree in trees]
 
 
 def table(folder: Path, drafter: str) -> str:
