@@ -1,6 +1,7 @@
 """What if the tree had been another: a replay says what a run then does, step by step, and where it cannot know."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 
@@ -282,8 +283,17 @@ def test_the_command_foretells_a_run_and_prints_the_best(run_folder, tmp_path, c
     line = next(line for line in text.splitlines() if "python -m specresearch" in line)
     assert all(f"{key}={value}" in line.split() for key, value in best["tree"].items())
     assert "drafter=ngram" in line and "trace.dense" not in line
-    assert call(replay.main, str(run_folder / "trace.jsonl"), "tree.size=4") == 0
+    assert call(replay.main, str(run_folder / "trace.jsonl"), "tree.depth=1", "tree.topk=1") == 0
     assert "estimate" in capsys.readouterr().out
+
+
+def test_a_resumed_run_has_each_dense_answer_once(run_folder, tmp_path):
+    folder = tmp_path / "broken"
+    shutil.copytree(run_folder, folder)
+    first = (folder / "blocks.jsonl").read_text().splitlines()[0]
+    (folder / "blocks.jsonl").write_text(first + "\n")  # as if it had broken off after the first answer
+    assert call(cli.main, f"resume={folder}") == 0
+    assert read_lines(folder / "dense.jsonl") == read_lines(run_folder / "dense.jsonl")
 
 
 def test_the_runs_own_tree_is_foretold_from_an_ordinary_trace(run_folder, tmp_path):

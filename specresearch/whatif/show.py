@@ -16,7 +16,7 @@ from specresearch.whatif.price import Prices
 SHOWN = 12  # rows of a search
 Found = Sequence[tuple[Tree, Answer]]
 MEANING = {
-    EXACT: "exact: the drafter's answer is recorded at every place; true up to rounding of the drafter's numbers",
+    EXACT: "exact: the trace holds what every step needs; true up to rounding of the drafter's numbers",
     BOUNDED: "bounded: some trees ask what the run did not; those steps go on as the known ones do, or as the bounds say",
     ESTIMATE: "estimate: an ordinary trace tells of the places where its steps began; trace.dense=true makes it exact",
     EXPECTED: "expected: the text was sampled; a run's mean scatters about this number",
