@@ -64,7 +64,7 @@ def answers(
     recording: Recording, policies: Sequence[TreePolicy], prices: Prices | None, tick: Callable[[], None] = lambda: None
 ) -> list[Answer]:
     """One for each policy. The books are large, so only one is held at a time; `tick` is called after each."""
-    own, levels = recording.policy, max(policy.depth for policy in policies)
+    levels = max(policy.depth for policy in policies)
     found: list[list[Lengths]] = [[] for _ in policies]
     asked, ties = [], 0
     with torch.inference_mode():
@@ -73,10 +73,18 @@ def answers(
             asked.append(book.known & book.first)
             ties += tied(book)
             for policy, lists in zip(policies, found):
-                alike = type(policy) is type(own) and policy.width == own.width and policy.growth != "static"
-                lists.append(lengths(policy, book, alike and not recording.dense))
+                lists.append(lengths(policy, book, *_relation(policy, recording)))
             tick()
     return [_answer(recording, policy, lists, asked, ties, prices) for policy, lists in zip(policies, found)]
+
+
+def _relation(policy: TreePolicy, recording: Recording) -> tuple[bool, bool]:
+    """Of a tree to what an ordinary trace kept of the run's own -> whether it is `nested` and `within` (see `lengths`)."""
+    own = recording.policy
+    if recording.dense or policy.growth == "static":
+        return False, False
+    nested = type(policy) is type(own) and policy.width == own.width
+    return nested, policy.size <= own.size and policy.depth <= own.depth and policy.width <= own.width
 
 
 def _answer(

@@ -58,8 +58,10 @@ class Reader:
         return self.logp[self.rows, here].masked_fill(~known[..., None], -torch.inf), None
 
 
-def lengths(policy: TreePolicy, book: Book, nested: bool = False) -> Lengths:
-    """`nested`: the recorded tree was of the same kind and topk, so that a smaller one lacks nothing if it is full."""
+def lengths(policy: TreePolicy, book: Book, nested: bool = False, within: bool = False) -> Lengths:
+    """`nested`: the recorded tree was of the same kind and topk, so that a smaller one lacks nothing if it is full.
+    `within`: the book holds what pruning left of a larger tree, so what it lacks was ranked too low to matter much.
+    """
     reader = Reader(book, policy.width)
     tree = policy.grow(_step(book.places), reader.answer)
     accepted, opened = follow(tree, book, reader)
@@ -67,9 +69,12 @@ def lengths(policy: TreePolicy, book: Book, nested: bool = False) -> Lengths:
     nodes = tree.valid.sum(1)
     full = nodes == policy.size
     sound = book.known & book.first & (~reader.unknown | (nested & full))
+    closed = within & (book.first | full)
     lowest, highest = _bounds(policy, book, accepted, opened)
     exact = accepted + 1
-    return Lengths(exact, opened & ~sound, torch.where(sound, exact, lowest), torch.where(sound, exact, highest), nodes)
+    return Lengths(
+        exact, opened & ~sound & ~closed, torch.where(sound, exact, lowest), torch.where(sound, exact, highest), nodes
+    )
 
 
 def _bounds(policy: TreePolicy, book: Book, accepted: Tensor, opened: Tensor) -> tuple[Tensor, Tensor]:

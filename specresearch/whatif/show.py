@@ -30,7 +30,7 @@ def show(own: Recording, found: Found, prices: Prices | None, objective: str, ra
         f"[bold]{own.run.folder}[/]  {'dense trace' if own.dense else 'ordinary trace'}, {len(own.lines)} answers"
     )
     measured = f"{console.number(summary['mean_accepted_length'])} tokens per target pass"
-    speed = f"{console.number(summary['tokens_per_second'], 1)} tokens/s, {console.number(summary['speedup'])}x"
+    speed = f"{console.number(summary['tokens_per_second'], 1)} tokens/s, {console.number(summary['speedup'], 2, 'x')}"
     console.out.print(
         f"measured there   {measured}, {speed}   {as_text(own.run.summary['config']['tree'])}\n", markup=False
     )
@@ -50,7 +50,7 @@ def details(change: Tree, answer: Answer) -> None:
     length = f"{console.number(answer.mean_accepted_length, 3)} tokens per target pass   {how_well(answer)}"
     histogram = console.bars({k: n for k, n in answer.histogram.items() if n > 0})
     kinds = "   ".join(f"{kind} {console.number(own)}" for kind, own in answer.by_kind.items())
-    speed = f"{console.number(answer.tokens_per_second, 1)} tokens/s   speedup {console.number(answer.speedup)}x"
+    speed = f"{console.number(answer.tokens_per_second, 1)} tokens/s   speedup {console.number(answer.speedup, 2, 'x')}"
     rows = {"tree": as_text(change) or "the run's own", "accepted length": length, "its histogram": histogram}
     grid = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, value in (rows | {"by kind": kinds, "predicted speed": speed}).items():
@@ -66,7 +66,7 @@ def table(found: Found) -> Table:
     for change, answer in found:
         numbers = (console.number(answer.mean_accepted_length, 3), console.number(answer.tokens_per_second, 1))
         cells = [str(change.get(key, "")) for key in keys]
-        out.add_row(*cells, *numbers, f"{console.number(answer.speedup)}x", how_well(answer))
+        out.add_row(*cells, *numbers, console.number(answer.speedup, 2, "x"), how_well(answer))
     return out
 
 
