@@ -43,7 +43,7 @@ def make(cfg: DictConfig, group: str, **runtime: Any) -> Any:
 
 def settings_of(cfg: DictConfig) -> Settings:
     values: Any = OmegaConf.to_object(cfg)
-    return Settings(*(values[name] for name in Settings.__dataclass_fields__))
+    return Settings(**{name: values[name] for name in Settings.__dataclass_fields__ if name in values})
 
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def rows(s: dict[str, Any]) -> list[tuple[str, Text]]:
     ]
 
 
-def bars(histogram: dict[str, int]) -> str:
+def bars(histogram: Mapping[str, float]) -> str:
     total = sum(histogram.values())
     lines = [f"{k:>3}  {'█' * round(40 * n / total):<40} {n / total:6.1%}" for k, n in histogram.items()]
     return "\n".join(lines) or "-"

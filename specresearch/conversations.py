@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from specresearch.decode import Job, Turn
 from specresearch.prompts import Question
@@ -24,6 +24,9 @@ class Settings:
     check: bool
     profile: bool
     log: str | None = None
+    trace: Mapping[str, bool] = field(
+        default_factory=lambda: {"dense": False}, repr=False
+    )  # no part of what is answered
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "batch_size", "limit"):
@@ -40,6 +43,8 @@ class Settings:
                 raise UserError(f"{name}={getattr(self, name)}: use true or false")
         if self.log not in (None, "whitebox"):
             raise UserError(f"log={self.log} is unknown: use whitebox, or null for none")
+        if not isinstance(self.trace, Mapping) or not all(isinstance(on, bool) for on in self.trace.values()):
+            raise UserError(f"trace={self.trace}: use trace.dense=true or trace.dense=false")
         if not isinstance(self.stop, list | tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise UserError(f"stop={self.stop!r}: use a list of texts, none of them empty, e.g. 'stop=[\"END\"]'")
         # The command line has no way to write a line break or a tab but this.

@@ -19,7 +19,8 @@ from specresearch.lossless.reference import Reference, judge
 from specresearch.lossless.whitebox import Log, WhiteBox, findings
 from specresearch.metrics import Block, Line, from_drafts, summarise
 from specresearch.prompts import Question
-from specresearch.results import append_lines, read_finished, with_answers, write_lines
+from specresearch.recording import Recorder, check_recordable
+from specresearch.results import append_lines, read_finished, read_lines, with_answers, write_lines
 from specresearch.speed import predicted_speedup
 from specresearch.trees.optimal import sizes_to_measure
 from specresearch.trees.static import StaticTree
@@ -57,6 +58,9 @@ class Run:
             )
         write_lines(folder / "trace.jsonl", self.lines)
         write_lines(folder / "blocks.jsonl", self.blocks)
+        done = sum(block["dense"]["answers"] for block in self.blocks if "dense" in block)
+        if settings.trace.get("dense"):
+            write_lines(folder / "dense.jsonl", read_lines(folder / "dense.jsonl")[:done] if done else [])
         self.fresh: list[Line] = []  # answers of the block in progress
         self.unfinished = 0  # such answers when the run broke off
         self.capacity = capacity = required_capacity(parts.target, questions, settings)
@@ -71,6 +75,12 @@ class Run:
         self.speculative = Decoder(logged, **decoder, decode=parts.target.text, stop=settings.stop)
         plain = replace(parts, drafter=NoDrafter(parts.target), policy=StaticTree(temperature=0, parents=[-1]))
         self.plain = Decoder(plain, **decoder, decode=parts.target.text, stop=settings.stop)
+        self.slots = slots
+        self.recorder = Recorder(parts.policy) if settings.trace.get("dense") else None
+        if self.recorder is not None:
+            check_recordable(parts.drafter, parts.policy)
+            walked = replace(parts, policy=self.recorder)
+            self.dense = Decoder(walked, **decoder | {"batch": 1}, decode=parts.target.text, stop=settings.stop)
         exact = settings.batch_size == 1
         self.judge = GreedyJudge(parts.target, parts.sampler, exact_replay=exact, tree_size=self.tree_size)
         self.reference = Reference(parts.target, parts.sampler)
@@ -127,6 +137,8 @@ class Run:
         elif self.settings.check and not self.parts.verifier.lossy:
             block["evidence"] = judge(self.reference, self.fresh, BlackBox()).state()
             self._pool(block)
+        if self.recorder is not None:
+            block["dense"] = self._dense(questions, self.recorder)
         block["answers"] = len(self.fresh)
         append_lines(self.folder / "trace.jsonl", self.fresh)
         append_lines(self.folder / "blocks.jsonl", [block])
@@ -176,6 +188,24 @@ class Run:
         # Spec-Bench counts plain decoding's tokens so: from the text, less one an answer for a BOS.
         block["retokenised"] = sum(len(self.parts.target.encode(line["text"].strip())) - 1 for line in lines)
         return block | {"time": dict(decoder.clock.seconds), "skipped": jobs.skipped}, lines
+
+    def _dense(self, questions: Sequence[Question], recorder: Recorder) -> Block:
+        """Walk the answers once more, plainly, and ask the drafter at every place. It counts in no number of the run."""
+        began, settings, drafter = time.perf_counter(), self.settings, self.parts.drafter
+        jobs = Conversations(self.parts.target, questions, settings, self.capacity)
+        drafter.reserve(1, self.capacity, recorder.asked)
+        lines: list[Line] = []
+        drafts: list[dict[str, Any]] = []
+        for emission in self.dense.run(jobs):
+            if emission.turn.steps:
+                drafts.append(recorder.take())
+            if emission.done:
+                jobs.answered(emission.turn)
+                lines.append({k: v for k, v in emission.turn.line().items() if k != "steps"} | {"drafts": drafts})
+                drafts = []
+        drafter.reserve(settings.batch_size, self.capacity, self.slots)
+        append_lines(self.folder / "dense.jsonl", lines)
+        return {"answers": len(lines), "seconds": time.perf_counter() - began}
 
     def _show(self, emission: Emission, lines: list[Line]) -> None:
         self.fresh = lines  # should the user interrupt now

@@ -159,6 +159,10 @@ class TreePolicy:
     def grow(self, step: Step, ask: Ask) -> Tree:
         raise NotImplementedError
 
+    def smaller(self) -> Sequence[TreePolicy]:
+        """Policies whose questions to the drafter, taken together, answer for all smaller trees of this kind."""
+        return [self]
+
     def prepare(self, seconds: Callable[[int], float]) -> None:
         """Called once before decoding; `seconds(n)` measures a target pass over n nodes (for trees shaped by cost)."""
 

@@ -32,6 +32,13 @@ class BestFirstTree(TreePolicy):
         self.temperature = None if self.draw == "topk" else temperature
         self.size, self.depth, self.width = size, depth, topk
 
+    def smaller(self) -> list[BestFirstTree]:
+        return [
+            BestFirstTree(size=self.size, depth=depth, topk=topk, temperature=self.temperature or 0.0, draw=self.draw)
+            for depth in range(1, self.depth + 1)
+            for topk in range(1, self.width + 1)
+        ]
+
     def grow(self, step: Step, ask: Ask) -> Tree:
         batch, device = step.root.shape[0], step.root.device
         growth = Growth(step, ask, self.depth)

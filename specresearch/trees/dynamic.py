@@ -32,6 +32,14 @@ class DynamicTree(TreePolicy):
     def asked(self) -> int:
         return 1 + (self.depth - 1) * self.topk
 
+    def smaller(self) -> list[DynamicTree]:
+        """A beam of few branches need not lie within one of more: what is worse at first may be better later."""
+        size = self.depth + 1  # re-ranking asks nothing
+        return [
+            DynamicTree(depth=self.depth, topk=topk, size=size, temperature=self.temperature or 0.0, draw=self.draw)
+            for topk in range(1, self.topk + 1)
+        ]
+
     def grow(self, step: Step, ask: Ask) -> Tree:
         batch, device = step.root.shape[0], step.root.device
         growth = Growth(step, ask, self.depth)
