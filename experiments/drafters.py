@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from side_by_side import PLAIN, Done, main, markdown
+from side_by_side import PLAIN, Done, drafters, main, markdown
 
 from specresearch import console
 from specresearch.metrics import Block, acceptance, rate, ratio
@@ -70,4 +70,4 @@ def tables(done: Done) -> list[str]:
 
 
 if __name__ == "__main__":
-    main("drafters", tables, sys.argv[1:])
+    main("drafters", drafters(sys.argv[1:]), tables, sys.argv[1:])

@@ -1,11 +1,12 @@
-"""What experiments with several drafters share: one process, one target, every block of prompts by each drafter in turn."""
+"""What experiments share that compare drafters, trees or rules: one process, one target, every block of prompts by each in
+turn. A variant is a name and its overrides; the first is plain decoding."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,17 @@ from specresearch.types import Target
 
 DRAFTERS = ("ngram", "medusa", "small_lm", "eagle")
 PLAIN = "none"
-Done = dict[str, tuple[list[Line], list[Block]]]  # by drafter
+Done = dict[str, tuple[list[Line], list[Block]]]  # by variant
+Variants = Mapping[str, list[str]]
 
 
-def begin(experiment: str, folder: Path, drafters: list[str], given: list[str]) -> dict[str, Run]:
-    """A run for each drafter, all on one target, going on with what the folder holds."""
+def begin(experiment: str, folder: Path, variants: Variants, given: list[str]) -> dict[str, Run]:
+    """A run for each variant, all on one target, going on with what the folder holds. `NAME:key=value` is for one alone."""
     runs: dict[str, Run] = {}
     target: Target | None = None
-    for name in drafters:
+    for name, chosen in variants.items():
         own = [a.removeprefix(f"{name}:") for a in given if ":" not in a.split("=")[0] or a.startswith(f"{name}:")]
-        cfg = compose("config", overrides.prepare([f"experiment={experiment}", f"drafter={name}", *own]))
+        cfg = compose("config", overrides.prepare([f"experiment={experiment}", *chosen, *own]))
         parts = build(cfg, target)
         target, settings = parts.target, settings_of(cfg)
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -83,15 +85,22 @@ def markdown(title: str, names: list[str], rows: dict[str, list[str]]) -> str:
     return "\n".join([*head, *(f"| {label} | " + " | ".join(cells) + " |" for label, cells in rows.items())])
 
 
-def main(experiment: str, tables: Callable[[Done], list[str]], arguments: list[str]) -> None:
+def drafters(arguments: list[str]) -> dict[str, list[str]]:
+    """Each of `drafters=a,b` is a variant."""
+    given = [a for a in arguments if a.startswith("drafters=")]
+    names = given[-1].partition("=")[2].split(",") if given else DRAFTERS
+    return {name: [f"drafter={name}"] for name in names}
+
+
+def main(experiment: str, variants: Variants, tables: Callable[[Done], list[str]], arguments: list[str]) -> None:
     """Run what is left of the experiment in its folder, and print its tables and notes."""
-    own = dict(a.split("=", 1) for a in arguments if a.startswith(("out=", "drafters=")))
     given = [a for a in arguments if not a.startswith(("out=", "drafters="))]
-    folder = Path(own.get("out") or f"runs/{experiment}/{datetime.now():%Y-%m-%d_%H-%M-%S}")
-    drafters = [PLAIN, *own.get("drafters", ",".join(DRAFTERS)).split(",")]
+    out = [a.partition("=")[2] for a in arguments if a.startswith("out=")]
+    folder = Path(out[-1] if out else f"runs/{experiment}/{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    variants = {PLAIN: [f"drafter={PLAIN}"], **variants}
     try:
         with initialize_config_dir(overrides.CONF, version_base="1.3"):
-            runs = begin(experiment, folder, drafters, given)
+            runs = begin(experiment, folder, variants, given)
             take_turns(runs)
         (folder / "about.json").write_text(json.dumps(facts(runs, given)), encoding="utf-8")
     except KeyboardInterrupt:
@@ -99,6 +108,6 @@ def main(experiment: str, tables: Callable[[Done], list[str]], arguments: list[s
         sys.exit(cli.INTERRUPTED)
     except Exception as error:
         sys.exit(cli.report(error))
-    done = {name: read_finished(folder / name) for name in drafters}
+    done = {name: read_finished(folder / name) for name in variants}
     text = "\n\n".join([*tables(done), notes(folder, done)])
     print(f"\n{text}\n\nwritten to {folder}")

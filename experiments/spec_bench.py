@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from side_by_side import PLAIN, Done, main, markdown
+from side_by_side import PLAIN, Done, drafters, main, markdown
 
 from specresearch import console
 from specresearch.spec_bench import WHY, differ, measure, paired
@@ -41,4 +41,4 @@ def table(title: str, found: dict[str, Any], value: Any) -> str:
 
 
 if __name__ == "__main__":
-    main("spec_bench", tables, sys.argv[1:])
+    main("spec_bench", drafters(sys.argv[1:]), tables, sys.argv[1:])

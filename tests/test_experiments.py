@@ -60,10 +60,10 @@ def test_drafters_take_turns_and_go_on_after_an_interruption(drafters, arguments
 
     monkeypatch.setattr(Run, "_block", watched)
     with pytest.raises(SystemExit) as left:
-        drafters.main("drafters", drafters.tables, arguments)
+        drafters.main("drafters", drafters.drafters(arguments), drafters.tables, arguments)
     assert left.value.code == 130
     assert f"out={tmp_path}/out" in capsys.readouterr().err
-    drafters.main("drafters", drafters.tables, arguments)
+    drafters.main("drafters", drafters.drafters(arguments), drafters.tables, arguments)
     done = [o for o in order if o]
     assert [index for index, _ in done] == sorted(index for index, _ in done)
     assert sorted(done) == sorted((i, n) for i in range(4) for n in ("none", "ngram", "eagle"))
@@ -74,7 +74,7 @@ def test_drafters_take_turns_and_go_on_after_an_interruption(drafters, arguments
     row = next(x for x in text.splitlines() if x.startswith("| pooled |"))
     assert row.split("|")[2].strip() == f"{sum(steps) / len(steps):.2f}"
     assert "- losslessness: ngram lossless, eagle lossless" in text
-    drafters.main("drafters", drafters.tables, arguments)  # complete: only read
+    drafters.main("drafters", drafters.drafters(arguments), drafters.tables, arguments)  # complete: only read
     assert capsys.readouterr().out == text
     assert len(order) == 13
 
@@ -91,8 +91,9 @@ def test_costs_are_in_steps_of_plain_decoding(drafters):
 
 def test_mistakes_are_said_in_one_line(drafters, tmp_path, capsys):
     for arguments, says in ((["drafters=eagel"], "eagel"), (["limitt=3"], "limitt")):
+        given = [f"out={tmp_path}/out", "target=tiny", *arguments]
         with pytest.raises(SystemExit) as left:
-            drafters.main("drafters", drafters.tables, [f"out={tmp_path}/out", "target=tiny", *arguments])
+            drafters.main("drafters", drafters.drafters(given), drafters.tables, given)
         assert left.value.code == 1
         assert says in capsys.readouterr().err.strip().splitlines()[-1]
 
@@ -108,7 +109,7 @@ def test_spec_bench_is_answered_by_all_and_printed_by_group(tmp_path, capsys):
         "limit=6",
         "max_new_tokens=6",
     ]
-    own.main("spec_bench", own.tables, arguments)
+    own.main("spec_bench", own.drafters(arguments), own.tables, arguments)
     text = capsys.readouterr().out
     tables = {block.split("|")[1].strip(): block for block in text.split("\n\n") if block.startswith("|")}
     labels = [row.split("|")[1].strip() for row in tables["speedup"].splitlines()[2:]]
@@ -121,7 +122,7 @@ def test_spec_bench_is_answered_by_all_and_printed_by_group(tmp_path, capsys):
     }
     rates = [sum(b["tokens"] for b in each) / sum(b["seconds"] for b in each) for each in blocks.values()]
     assert f"| overall | {rates[1] / rates[0]:.2f} |" in tables["speedup"]
-    own.main("spec_bench", own.tables, arguments)  # complete: only read
+    own.main("spec_bench", own.drafters(arguments), own.tables, arguments)  # complete: only read
     assert capsys.readouterr().out == text
 
 
@@ -131,3 +132,53 @@ def test_the_auditor_sees_the_pruned_head_and_passes_the_whole_one(tmp_path):
     where = auditor.assistant(tmp_path, "other")
     assert auditor.audit(parts, where, prune=False, tokens=400).verdict == "consistent"
     assert auditor.audit(parts, where, prune=True, tokens=1500).verdict == "violation"
+
+
+def load(name, monkeypatch):
+    """An experiment as it is when run: its neighbours can be imported."""
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    spec = importlib.util.spec_from_file_location(f"{name}_experiment", ROOT / "experiments" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def small(tmp_path):
+    save_head(eagle_head(), tmp_path / "head")
+    given = ["target=tiny", "target.layers=3", f"drafter.ckpt={tmp_path}/head", "limit=2", "max_new_tokens=8"]
+    return [f"out={tmp_path}/out", *(f"{g}" for g in given)]
+
+
+@pytest.mark.parametrize("name", ["policies", "rules"])
+def test_trees_and_rules_take_turns(name, small, monkeypatch, capsys):
+    own = load(name, monkeypatch)
+    variants = (
+        {n: ["drafter=eagle", *tree] for n, tree in own.POLICIES.items()} if name == "policies" else own.variants()
+    )
+    # Plain decoding has no head.
+    given = [a for a in small if not a.startswith("drafter.")]
+    head = next(a for a in small if a.startswith("drafter."))
+    own.main(name, {n: [*o, head] for n, o in variants.items()}, own.tables, given)
+    text = capsys.readouterr().out
+    assert "-" not in {cell.strip() for row in text.splitlines() if row.startswith("| acc") for cell in row.split("|")}
+    assert "violation" not in text and text.count("|") > 20
+
+
+def test_sweeps_are_read(tmp_path, monkeypatch, capsys):
+    save_head(eagle_head(), tmp_path / "head")
+    given = ["target=tiny", "target.layers=3", "limit=2", "max_new_tokens=8"]
+    for name, own in (
+        ("shape", ["tree.depth=1,2", "tree.topk=1,2", f"drafter.ckpt={tmp_path}/head"]),
+        ("prediction", ["tree.topk=1,2", "tree.size=4", f"drafter.ckpt={tmp_path}/head"]),
+        ("breakdown", ["drafter=ngram"]),
+    ):
+        module = load(name, monkeypatch)
+        monkeypatch.setattr(module, "__file__", str(tmp_path / f"{name}.py"))
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        module.main(name, module.show, [*given, *own])
+        text = capsys.readouterr().out
+        assert "losslessness: lossless" in text or name == "breakdown"
+        assert len([row for row in text.splitlines() if row.startswith("|")]) >= 3
+    assert "<svg" in (tmp_path / "shape.svg").read_text()
