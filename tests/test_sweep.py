@@ -225,7 +225,7 @@ def test_failures_are_told_at_the_end(sweep, tmp_path, monkeypatch):
         return step(self)
 
     monkeypatch.setattr(Decoder, "_step", broken)
-    status, out, err = sweep("tree.size=3,5,6,7")
+    status, out, err = sweep("tree.depth=4", "tree.size=3,5,6,7")
     assert status == 1
     lines = err.splitlines()
     failed = [line for line in lines if line.startswith("failed: ")]

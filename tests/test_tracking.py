@@ -180,7 +180,7 @@ def canned(folder: Path, temperature: float = 0.0) -> dict[str, Any]:
     write_lines(folder / "trace.jsonl", lines)
     write_lines(folder / "blocks.jsonl", blocks)
     summary = SUMMARY | {"mean_accepted_length": 1.5}
-    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "summary.json").write_text(json.dumps({"lossless": {}, **summary, "config": {}, "provenance": {}}))
     (folder / "tokens.json").write_text(json.dumps({"1": "a</pre>", "2": "<script>&", "3": "\n c", "7": "prompt"}))
     (folder / "report.html").write_text("<p>report</p>")
     return summary
