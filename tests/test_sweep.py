@@ -391,7 +391,8 @@ LAUNCHERS = {
 
 
 def command(tmp_path: Path, *given: str, **options):
-    line = [sys.executable, "-m", "specresearch", "-m", *BASE, f"hydra.sweep.dir={tmp_path}/sweep", *given]
+    place = [] if any(text.startswith("resume=") for text in given) else [f"hydra.sweep.dir={tmp_path}/sweep"]
+    line = [sys.executable, "-m", "specresearch", "-m", *BASE, *place, *given]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         line, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
