@@ -153,6 +153,7 @@ def small(tmp_path):
 @pytest.mark.parametrize("name", ["policies", "rules"])
 def test_trees_and_rules_take_turns(name, small, monkeypatch, capsys):
     own = load(name, monkeypatch)
+    monkeypatch.setattr(own, "TEMPERATURES", (1.0,), raising=False)
     variants = (
         {n: ["drafter=eagle", *tree] for n, tree in own.POLICIES.items()} if name == "policies" else own.variants()
     )
@@ -167,18 +168,16 @@ def test_trees_and_rules_take_turns(name, small, monkeypatch, capsys):
 
 def test_sweeps_are_read(tmp_path, monkeypatch, capsys):
     save_head(eagle_head(), tmp_path / "head")
-    given = ["target=tiny", "target.layers=3", "limit=2", "max_new_tokens=8"]
-    for name, own in (
-        ("shape", ["tree.depth=1,2", "tree.topk=1,2", f"drafter.ckpt={tmp_path}/head"]),
-        ("prediction", ["tree.topk=1,2", "tree.size=4", f"drafter.ckpt={tmp_path}/head"]),
-        ("breakdown", ["drafter=ngram"]),
-    ):
-        module = load(name, monkeypatch)
-        monkeypatch.setattr(module, "__file__", str(tmp_path / f"{name}.py"))
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))
-        module.main(name, module.show, [*given, *own])
-        text = capsys.readouterr().out
-        assert "losslessness: lossless" in text or name == "breakdown"
-        assert len([row for row in text.splitlines() if row.startswith("|")]) >= 3
+    shape, prediction, breakdown = (load(name, monkeypatch) for name in ("shape", "prediction", "breakdown"))
+    monkeypatch.setattr(shape, "__file__", str(tmp_path / "shape.py"))
+    monkeypatch.chdir(tmp_path)
+    given = ["target=tiny", "target.layers=3", "limit=2", "max_new_tokens=8", f"drafter.ckpt={tmp_path}/head"]
+    shape.main("shape", shape.show, [*given, "tree.depth=1,2", "tree.topk=2"])
+    text = capsys.readouterr().out
+    assert "losslessness: lossless" in text and text.count("| depth ") == 4
     assert "<svg" in (tmp_path / "shape.svg").read_text()
+    (folder,) = (tmp_path / "runs" / "shape").iterdir()
+    for module in (prediction, breakdown):
+        module.main("unused", module.show, [str(folder)])
+        rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("|")]
+        assert len(rows) == 4

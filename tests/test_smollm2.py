@@ -35,7 +35,7 @@ def expected(real, prompts):
     return [real.generate(prompt, TOKENS, Sampler(), ()) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "early_exit"])
+@pytest.mark.parametrize("name", ["none", "ngram", pytest.param("early_exit", marks=pytest.mark.slow)])
 def test_greedy_equals_transformers_generate(real, prompts, expected, name):
     drafter = {
         "none": lambda: NoDrafter(real),

@@ -564,6 +564,7 @@ def test_the_closed_form_start_is_the_regression_it_names(deep, library, monkeyp
     assert near > 0.6 and near > far + 0.2
 
 
+@pytest.mark.slow
 def test_two_processes_train_one_head(tmp_path):
     """By torchrun, from the command line: the first makes the data and writes, the other is silent; packs may not divide."""
     lines = [f'{{"prompt": "question number {i * 7} about things"}}' for i in range(40)]
