@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from swept import main, markdown
+from swept import drafter, main, markdown, tree
 
 from specresearch.results import Results
 
@@ -22,12 +22,8 @@ def show(runs: list[Results]) -> str:
         passes, time = run.summary["target_passes"], run.summary["time"]
         cells = [f"{1e3 * time[part] / passes:.1f}" for part in PARTS]
         speeds = [f"{run.summary[key]:.2f}" for key in ("mean_accepted_length", "speedup")]
-        rows.append([drafter(run), *cells, f"{1e3 * sum(time.values()) / passes:.1f}", *speeds])
-    return markdown(["ms a pass", *PARTS, "sum", "accepted length", "tokens/s, plain = 1"], rows)
-
-
-def drafter(run: Results) -> str:
-    return run.summary["config"]["drafter"]["_target_"].split(".")[-2]
+        rows.append([drafter(run), tree(run), *cells, f"{1e3 * sum(time.values()) / passes:.1f}", *speeds])
+    return markdown(["ms a pass", "tree", *PARTS, "sum", "accepted length", "tokens/s, plain = 1"], rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from swept import main, markdown
+from swept import drafter, main, markdown, tree
 
 from specresearch.console import number
 from specresearch.results import Results
@@ -20,12 +20,21 @@ from specresearch.speed import theory
 def show(runs: list[Results]) -> str:
     rows = []
     for run in runs:
-        found, tree = theory(run.lines), run.summary["config"]["tree"]
+        found = theory(run.lines)
         gap = (run.summary["predicted_speedup"] or 0) / run.summary["speedup"] - 1
         lengths = [number(found[key]) for key in ("identity", "iid_first", "iid_pooled")]
         speeds = [number(run.summary[key]) for key in ("predicted_speedup", "speedup")]
-        rows.append([f"topk {tree['topk']}, size {tree['size']}", *lengths, *speeds, f"{gap:+.0%}"])
-    headings = ["tree", "identity", "iid, first rate", "iid, pooled rate", "predicted speedup", "measured", "gap"]
+        rows.append([drafter(run), tree(run), *lengths, *speeds, f"{gap:+.0%}"])
+    headings = [
+        "drafter",
+        "tree",
+        "identity",
+        "iid, first rate",
+        "iid, pooled rate",
+        "predicted speedup",
+        "measured",
+        "gap",
+    ]
     return markdown(headings, rows)
 
 

@@ -37,6 +37,15 @@ def main(experiment: str, show: Callable[[list[Results]], str], arguments: Seque
     print(f"\n{show(runs)}\n\n{where(runs)}\n\nfrom {folder}")
 
 
+def drafter(run: Results) -> str:
+    return run.summary["config"]["drafter"]["_target_"].split(".")[-2]
+
+
+def tree(run: Results) -> str:
+    own = run.summary["config"]["tree"]
+    return ", ".join(f"{key} {own[key]}" for key in ("depth", "topk", "size") if key in own)
+
+
 def where(runs: Sequence[Results]) -> str:
     """Under a table: how much was decoded, whether losslessly, and where."""
     first = runs[0].summary
