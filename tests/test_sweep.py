@@ -161,16 +161,16 @@ def test_what_an_answer_depends_on_is_in_its_name(tmp_path, target):
 
 def test_second_turns_and_batches_are_recalled(sweep, tmp_path):
     talk = tmp_path / "talk.jsonl"
-    lines = [json.dumps({"id": i, "turns": [f"Say {i}.", "And now?"]}) for i in range(20)]
+    lines = [json.dumps({"id": i, "turns": [f"Say {i}.", "And now?"]}) for i in range(10)]
     talk.write_text("\n".join(lines))
     sampled = ["temperature=0,1", "verifier=sample_and_match", "batch_size=2", "limit=null", "tree.topk=1,2"]
     assert sweep("prompts=file", f"prompts.path={talk}", *sampled)[0] == 0
     for number in "13":
         summary, blocks = load(tmp_path / "sweep" / number)
-        assert summary["baseline_prompts"] == 16 < summary["prompts"] == 40
+        assert summary["baseline_prompts"] == 16 < summary["prompts"] == 20
         assert sum("baseline" in block for block in blocks) == 2
         assert summary["lossless"]["verdict"] != "violation"
-        assert number == "3" or summary["lossless"]["equal"] == 40
+        assert number == "3" or summary["lossless"]["equal"] == 20
 
 
 def test_an_answer_is_recalled_whole_or_not_at_all(tmp_path):
@@ -443,11 +443,10 @@ def test_optuna(tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_in_a_sweep(tmp_path):
-    process = command(tmp_path, "tree.topk=1,2,3", "limit=4", "max_new_tokens=60")
-    deadline = time.time() + 300
-    while not (tmp_path / "sweep" / "0" / "summary.json").exists() and time.time() < deadline:
-        time.sleep(0.2)
-    time.sleep(0.5)
+    process = command(tmp_path, "tree.topk=1,2,3", "limit=8", "max_new_tokens=20")
+    deadline, trace = time.time() + 300, tmp_path / "sweep" / "1" / "trace.jsonl"
+    while not (trace.exists() and trace.read_text()) and time.time() < deadline:
+        time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 130, err
