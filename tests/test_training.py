@@ -484,7 +484,7 @@ def command(monkeypatch, *arguments):
     return left.value.code
 
 
-def test_the_command_makes_data_trains_and_resumes(monkeypatch, tmp_path, capfd):
+def test_the_command_makes_data_and_trains(monkeypatch, tmp_path, capfd):
     lines = [f'{{"prompt": "question number {i * 7} about things"}}' for i in range(70)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     settings = ["target=tiny", "target.layers=6", "tracker=none", "data=file", f"data.path={tmp_path}/prompts.jsonl"]
@@ -502,9 +502,57 @@ def test_the_command_makes_data_trains_and_resumes(monkeypatch, tmp_path, capfd)
     assert "| tokens seen |" in (out / "head" / "curve.md").read_text()
     last = json.loads((out / "head" / "config.json").read_text())["training"]["curve"][-1]
     assert last["held_out/loop"] == pytest.approx(last["held_out/walk"], rel=0.05)
-    assert command(monkeypatch, f"resume={out}") == 0
     assert command(monkeypatch, *settings, "stage=check", f"hydra.run.dir={tmp_path}/check") == 0
     assert "0 dialogues share 8 words" in capfd.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Settings of a small training, and its data made."""
+    home = tmp_path_factory.mktemp("made")
+    lines = [f'{{"prompt": "question number {i * 7} about things"}}' for i in range(70)]
+    (home / "prompts.jsonl").write_text("\n".join(lines))
+    settings = ["target=tiny", "target.layers=6", "tracker=none", "data=file", f"data.path={home}/prompts.jsonl"]
+    settings += [f"data.folder={home}/data", "data.rows=6", "data.answer_tokens=12", "data.greedy=1", "drafter=medusa"]
+    settings += ["drafter.heads=2", "drafter.draft_vocab=64", "schedule.pack_tokens=200", "schedule.epochs=2"]
+    with pytest.MonkeyPatch.context() as patch:
+        assert command(patch, *settings, f"hydra.run.dir={home}/whole") == 0
+    return home, settings
+
+
+def interrupted_at(monkeypatch, step):
+    """Ctrl-C before optimiser step `step`."""
+    plain = Trainer._step
+
+    def broken(self, group, done):
+        if self.progress.step == step:
+            raise KeyboardInterrupt
+        return plain(self, group, done)
+
+    monkeypatch.setattr(Trainer, "_step", broken)
+
+
+def test_a_training_goes_on_by_command_as_if_it_had_not_stopped(monkeypatch, made, tmp_path, capfd):
+    home, settings = made
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        interrupted_at(patch, 7)
+        assert command(patch, *settings, f"hydra.run.dir={out}") == 130
+    assert f"go on with  python -m specresearch.train resume={out}" in capfd.readouterr().err
+    steps = []
+    with monkeypatch.context() as patch:
+        plain = Trainer._step
+        patch.setattr(Trainer, "_step", lambda self, *a: (steps.append(self.progress.step), plain(self, *a))[1])
+        assert command(patch, f"resume={out}") == 0
+    assert steps[0] == 7
+    weights = [(where / "head" / "model.safetensors").read_bytes() for where in (out, home / "whole")]
+    assert weights[0] == weights[1]
+    capfd.readouterr()
+    with monkeypatch.context() as patch:
+        interrupted_at(patch, steps[-1] + 1)
+        assert command(patch, f"resume={out}") == 1
+    assert f"resume={out} is complete: use it with drafter.ckpt={out}/head" in capfd.readouterr().err
+    assert (out / "head" / "model.safetensors").read_bytes() == weights[0]
 
 
 @pytest.mark.parametrize(
