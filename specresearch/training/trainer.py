@@ -14,9 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, distributed, nn
 
+from specresearch.ranges import require
 from specresearch.training import dataset
 from specresearch.training.notes import curve_table
 from specresearch.training.packs import Item, Library, Pack, grouped
+from specresearch.training.settings import SCHEDULE
 from specresearch.types import UserError
 
 
@@ -55,6 +57,9 @@ class Schedule:
     checkpoint_seconds: float
     evaluate_steps: int
     evaluate_dialogues: int
+
+    def __post_init__(self) -> None:
+        require(vars(self), SCHEDULE, "schedule.")
 
 
 @dataclass
