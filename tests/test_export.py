@@ -212,7 +212,7 @@ def test_a_head_of_nan_is_refused_before_anything_is_written(tmp_path, run):
     head = eagle_head(taps=DEFAULT)
     with torch.no_grad():
         head.fc.weight.fill_(torch.nan)
-    with pytest.raises(UserError, match="NaN or infinite numbers in fc.weight"):
+    with pytest.raises(UserError, match=r"NaN or infinite numbers in fc\.weight"):
         run(head)
     assert not (tmp_path / "out").exists()
 

@@ -484,28 +484,6 @@ def command(monkeypatch, *arguments):
     return left.value.code
 
 
-def test_the_command_makes_data_and_trains(monkeypatch, tmp_path, capfd):
-    lines = [f'{{"prompt": "question number {i * 7} about things"}}' for i in range(70)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
-    settings = ["target=tiny", "target.layers=6", "tracker=none", "data=file", f"data.path={tmp_path}/prompts.jsonl"]
-    settings += [
-        f"data.folder={tmp_path}/data",
-        "data.rows=6",
-        "data.answer_tokens=12",
-        "data.greedy=1",
-        "drafter=medusa",
-    ]
-    settings += ["drafter.heads=2", "drafter.draft_vocab=64", "schedule.pack_tokens=200", "schedule.epochs=1"]
-    out = tmp_path / "run"
-    assert command(monkeypatch, *settings, f"hydra.run.dir={out}") == 0
-    assert {p.name for p in (out / "head").iterdir()} == {"config.json", "model.safetensors", "curve.md"}
-    assert "| tokens seen |" in (out / "head" / "curve.md").read_text()
-    last = json.loads((out / "head" / "config.json").read_text())["training"]["curve"][-1]
-    assert last["held_out/loop"] == pytest.approx(last["held_out/walk"], rel=0.05)
-    assert command(monkeypatch, *settings, "stage=check", f"hydra.run.dir={tmp_path}/check") == 0
-    assert "0 dialogues share 8 words" in capfd.readouterr().out
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Settings of a small training, and its data made."""
@@ -518,6 +496,16 @@ def made(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         assert command(patch, *settings, f"hydra.run.dir={home}/whole") == 0
     return home, settings
+
+
+def test_the_command_makes_data_and_trains(monkeypatch, made, tmp_path, capfd):
+    head = made[0] / "whole" / "head"
+    assert {p.name for p in head.iterdir()} == {"config.json", "model.safetensors", "curve.md"}
+    assert "| tokens seen |" in (head / "curve.md").read_text()
+    last = json.loads((head / "config.json").read_text())["training"]["curve"][-1]
+    assert last["held_out/loop"] == pytest.approx(last["held_out/walk"], rel=0.05)
+    assert command(monkeypatch, *made[1], "stage=check", f"hydra.run.dir={tmp_path}") == 0
+    assert "0 dialogues share 8 words" in capfd.readouterr().out
 
 
 def interrupted_at(monkeypatch, step):
@@ -675,27 +663,25 @@ def test_without_a_held_out_part_the_curve_is_empty(monkeypatch, made, tmp_path,
 
 
 def test_a_loop_that_accepts_otherwise_than_predicted_is_warned_of(monkeypatch, made, tmp_path, capfd):
-    whole = made[0] / "whole"
-    config = json.loads((whole / "head" / "config.json").read_text())
-    assert "differ by more than 5 %" not in capfd.readouterr().err
     plain = Trainer.evaluate
 
     def optimistic(self):
         plain(self)
-        self.progress.curve[-1]["held_out/walk"] *= 1.1
+        self.progress.curve[-1]["held_out/walk"] *= factor
         return self.progress.curve[-1]
 
     monkeypatch.setattr(Trainer, "evaluate", optimistic)
-    assert command(monkeypatch, *made[1], "schedule.epochs=1", f"hydra.run.dir={tmp_path}/run") == 0
-    assert "differ by more than 5 %" in capfd.readouterr().err
-    assert config["training"]["curve"]
+    for factor in (1.0, 1.1):
+        settings = [*made[1], "schedule.epochs=1", f"hydra.run.dir={tmp_path}/{factor}"]
+        assert command(monkeypatch, *settings) == 0
+        assert ("differ by more than 5 %" in capfd.readouterr().err) is (factor > 1)
 
 
 def test_divergence_names_the_learning_rate(deep, library, folder, tmp_path):
     recipe = make("medusa", deep, library)
     with torch.no_grad():
         next(iter(Trainer(recipe, SCHEDULE, folder, tmp_path).weights.values())).fill_(torch.nan)
-    with pytest.raises(UserError, match="schedule.lr below 0.003"):
+    with pytest.raises(UserError, match=r"schedule\.lr below 0\.003"):
         Trainer(recipe, SCHEDULE, folder, tmp_path).run()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from specresearch.models.formats.common import SMALL_LM, misfits, require_finite
 from specresearch.models.hf import HFModel, one_line
 from specresearch.models.vocabulary import DraftVocabulary
-from specresearch.ranges import require, whole
+from specresearch.ranges import require, several, whole
 from specresearch.types import UserError
 
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
@@ -104,7 +104,7 @@ def load_student(folder: str, target: HFModel, dtype: torch.dtype | None = None)
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     dtype = dtype or target.dtype
     try:
-        require(config, {"draft_vocab_size": whole()}, "config.json has ")
+        require(config, {"draft_vocab_size": whole(), "layers": several(whole(0), "layers")}, "config.json has ")
         tensors = load_file(Path(folder) / "model.safetensors")
         tensors = {n: t.to(target.device, dtype if t.is_floating_point() else t.dtype) for n, t in tensors.items()}
         model = _filled(_blank(target, config["layers"], config["draft_vocab_size"]), tensors, target).to(dtype)
