@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,3 +16,12 @@ def engine(*overrides: str, **kwargs: Any) -> Engine:
     from specresearch.build import engine as make
 
     return make(*overrides, **kwargs)
+
+
+def _quiet(kind: type[BaseException], *fault: Any) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, *fault)
+
+
+if sys.argv[:1] == ["-m"]:  # a command of ours begins: Ctrl-C while its modules are imported needs no traceback
+    sys.excepthook = _quiet

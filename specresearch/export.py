@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from specresearch import cli
 from specresearch.build import make
-from specresearch.models.checkpoints import Head, borrow, load_head, report, stored_dtype, write
+from specresearch.models.checkpoints import Head, borrow, load_head, report, shipped, stored_dtype, write
 from specresearch.models.eagle import EagleConfig
 from specresearch.models.exporting import for_sglang, for_vllm
 from specresearch.models.medusa import MedusaHeads
@@ -40,11 +40,15 @@ def export(cfg: DictConfig) -> list[str]:
     """Write the folders -> the command lines. Raises UserError for a head that none of the servers can load."""
     if cfg.format not in (*FORMATS, "both"):
         raise UserError(f"format={cfg.format} is unknown: use sglang, vllm or both")
-    change: Any = OmegaConf.to_container(cfg.config) if cfg.config is not None else None
+    change: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)["config"]  # type: ignore[index,call-overload]
     policy, target, out = make(cfg, "tree"), make(cfg, "target"), Path(str(cfg.out))
     blocks = len(target.blocks)
-    head, described = load_head(str(cfg.ckpt), layers=blocks, revision=cfg.revision, config=change)
-    report(head, described, str(cfg.ckpt))
+    where = chosen(str(cfg.ckpt), target.name)
+    try:
+        head, described = load_head(where, layers=blocks, revision=cfg.revision, config=change)
+    except UserError as error:
+        raise UserError(str(error).replace("drafter.config", "config")) from None  # the key's name here
+    report(head, described, where)
     borrow(head, target, stored_dtype(head), torch.device("cpu"))
     path = target.model.config._name_or_path or target.name
     verifier = {
@@ -67,6 +71,19 @@ def export(cfg: DictConfig) -> list[str]:
     for reason in refused:
         print(f"warning: not written: {reason}", file=sys.stderr)
     return lines
+
+
+def chosen(ckpt: str, target: str) -> str:
+    """The folder or id of the head. `auto` = the EAGLE head that is shipped for the target."""
+    if ckpt != "auto":
+        return ckpt
+    try:
+        return shipped("eagle", target)
+    except UserError:
+        raise UserError(
+            f"ckpt=auto: nothing is shipped for target {target}: give the folder of a head, e.g. (for target=smollm2) "
+            "ckpt=checkpoints/smollm2/eagle3"
+        ) from None
 
 
 def verify(head: Head, folder: Path, blocks: int) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,17 +16,18 @@ from typing import Any
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from specresearch import cli, console, overrides
 from specresearch.build import engine, make
 from specresearch.decode import Decoder, Job
 from specresearch.overrides import CONF
+from specresearch.ranges import MAPPING, require
 from specresearch.tracking import Tracker
 from specresearch.training import data
 from specresearch.training.features import add_features
 from specresearch.training.packs import Library
+from specresearch.training.settings import DATA, DRAFTER
 from specresearch.training.trainer import Schedule, Team, Trainer
 from specresearch.types import UserError
 
@@ -37,26 +40,46 @@ def job(cfg: DictConfig) -> None:
     if cfg.stage not in STAGES:
         raise UserError(f"stage={cfg.stage} is unknown: use {', '.join(STAGES)}")
     folder = Path(HydraConfig.get().runtime.output_dir)
+    resumed = cfg.resume is not None  # said on the command line alone: the saved configuration is that of the beginning
     cfg = overrides.frozen(cfg, folder)
+    settings: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    wanted = settings["data"]
+    require(settings, dict.fromkeys(("data", "schedule", "drafter"), MAPPING))
+    require(wanted, DATA, "data.")
+    require(settings["drafter"], DRAFTER, "drafter.")
+    schedule = Schedule(seed=cfg.seed, **settings["schedule"])
     target = make(cfg, "target")
-    wanted: Any = OmegaConf.to_container(cfg.data, resolve=True, throw_on_missing=True)
+    where = data.folder_of(target, wanted["folder"])
     if cfg.stage == "check":
-        checked(data.check(target, data.folder_of(target, wanted["folder"])))
+        checked(data.check(target, where))
         return
-    if cfg.stage == "features":
-        with console.progress() as bar:
+    with (
+        going_on(folder, f"whole shards of data in {where} and the last checkpoint are kept"),
+        console.progress() as bar,
+    ):
+        if cfg.stage == "features":
+            data.require(target, where)
             task = bar.add_task("features", total=None, note="")
-            where = data.folder_of(target, wanted["folder"])
             add_features(target, where, data.taps_of(target), lambda n, of: bar.update(task, completed=n, total=of))
-        return
-    team = together(target.device)
-    with console.progress() as bar:
+            return
+        team = together(target.device)
         task = bar.add_task("making data", total=wanted["tokens"], note="")
         if team.rank == 0:
             data.make(target, wanted, cfg.seed, lambda g: bar.update(task, completed=g.book.counts["answer_tokens"]))
-    where = team.agreed(data.folder_of(target, wanted["folder"]))
-    if cfg.stage == "all":
-        train(cfg, target, where, folder)
+        where = team.agreed(where)
+        bar.stop()
+        if cfg.stage == "all":
+            train(cfg, schedule, target, where, folder, resumed)
+
+
+@contextmanager
+def going_on(folder: Path, kept: str) -> Iterator[None]:
+    """On Ctrl-C: what is kept, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"interrupted: {kept}; go on with  python -m specresearch.train resume={folder}", file=sys.stderr)
+        raise
 
 
 def together(device: torch.device) -> Team:
@@ -79,15 +102,25 @@ def checked(found: dict[str, Any]) -> None:
         raise UserError("the data is not clean: delete the shards that these dialogues are in")
 
 
-def train(cfg: DictConfig, target: Any, where: Path, folder: Path) -> None:
-    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+def train(cfg: DictConfig, schedule: Schedule, target: Any, where: Path, folder: Path, resumed: bool) -> None:
     torch.manual_seed(cfg.seed)
-    recipe = instantiate(cfg.drafter, _convert_="all", target=target, library=Library(where))
-    trainer = Trainer(recipe, Schedule(seed=cfg.seed, **settings["schedule"]), where, folder)
-    if cfg.resume:
+    library = Library(where)
+    if not library.part(held_out=False):
+        raise UserError(f"{where} holds too few dialogues, none to train on: raise data.tokens or give more prompts")
+    if not any(item.dialogue.temperature == 0 for item in library.part(held_out=True)):
+        console.note(
+            "warning: no greedy answer is held out (about one dialogue in 25 is): there will be no held-out curve"
+        )
+    recipe = make(cfg, "drafter", target=target, library=library)
+    trainer = Trainer(recipe, schedule, where, folder)
+    if resumed and trainer.saved_at.exists():  # else it was interrupted while the data was made
         trainer.resume()
+        if trainer.progress.complete:
+            raise UserError(f"resume={folder} is complete: use it with {key_of(cfg.drafter.name)}={folder}/head")
     tracker = make(cfg, "tracker") if trainer.team.rank == 0 else Tracker()
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
     tracker.start(settings, folder, group=None, tags=["train", cfg.drafter.name, target.name])
+    place = None
     try:
         with console.progress() as bar:
             task = bar.add_task("training", total=None, note="")
@@ -102,14 +135,18 @@ def train(cfg: DictConfig, target: Any, where: Path, folder: Path) -> None:
             if trainer.team.rank == 0:
                 bar.update(task, description="serving")
                 tracker.log(serve(trainer, cfg.drafter.name, target), step=trainer.progress.step)
-    except KeyboardInterrupt:
-        print(f"interrupted: go on with  python -m specresearch.train resume={folder}", file=sys.stderr)
-        raise
+                trainer.progress.complete = True
+                trainer.checkpoint()
     finally:
         place = tracker.finish({})
-    console.out.print(f"[bold]written to[/]  {folder}/head   use it with  drafter.ckpt={folder}/head")
+    console.out.print(f"[bold]written to[/]  {folder}/head   use it with  {key_of(cfg.drafter.name)}={folder}/head")
     if place:
         console.out.print(place, markup=False)
+
+
+def key_of(name: str) -> str:
+    """The key that a drafter is told its head by."""
+    return f"drafter.{'id' if name == 'small_lm' else 'ckpt'}"
 
 
 def serve(trainer: Trainer, name: str, target: Any) -> dict[str, float]:
@@ -120,7 +157,7 @@ def serve(trainer: Trainer, name: str, target: Any) -> dict[str, float]:
     items = [i.dialogue for i in trainer.held_out() if i.dialogue.temperature == 0]
     if not items:
         return {}
-    where = f"drafter.{'id' if name == 'small_lm' else 'ckpt'}={overrides.quoted(str(trainer.folder / 'head'))}"
+    where = f"{key_of(name)}={overrides.quoted(str(trainer.folder / 'head'))}"
     chosen = [f"drafter={name.removesuffix('1')}", where, "tree=chain", f"tree.depth={trainer.recipe.steps}"]
     parts, rows = engine(*chosen, target=target).parts, min(4, len(items))
     capacity = max(len(d.tokens) for d in items)
@@ -132,12 +169,17 @@ def serve(trainer: Trainer, name: str, target: Any) -> dict[str, float]:
     emitted = [step["emitted"] for turn in turns for step in turn.steps]
     loop = {"held_out/loop": sum(emitted) / max(1, len(emitted))}
     last = trainer.progress.curve[-1]
+    predicted, measured = last["held_out/walk"], loop["held_out/loop"]
     console.out.print(
         f"{len(turns)} held-out answers, chain of {trainer.recipe.steps}: accepted length "
-        f"{last['held_out/walk']:.3f} predicted by their texts, {loop['held_out/loop']:.3f} measured by the loop"
+        f"{predicted:.3f} predicted by their texts, {measured:.3f} measured by the loop"
     )
+    if abs(measured - predicted) > 0.05 * predicted:
+        console.note(
+            "warning: they differ by more than 5 %: the dialogues were written by another target or in another precision, "
+            "or training and drafting differ"
+        )
     last.update(loop)
-    trainer.checkpoint()
     trainer.export()
     return loop
 

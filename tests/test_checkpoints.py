@@ -59,6 +59,10 @@ def same(head, other):
         assert torch.equal(head.state_dict()[name], other.state_dict()[name]), name
 
 
+def without(config, *keys, **more):
+    return {k: v for k, v in config.items() if k not in keys} | more
+
+
 EAGLE1 = {"version": 1, "bias": True, "head_dim": 4, "rms_norm_eps": 1e-5}
 EAGLE3 = {"head_dim": 4, "rms_norm_eps": 1e-5}
 
@@ -301,10 +305,6 @@ def test_all_faulty_tensors_are_listed_at_once(tmp_path):
     assert "\n" not in str(error.value)
 
 
-def without(config, *keys, **more):
-    return {k: v for k, v in config.items() if k not in keys} | more
-
-
 def twice(tensors):
     return tensors | {k.replace("midlayer.", "layers.1."): v.clone() for k, v in tensors.items() if "mlp" in k}
 
@@ -346,6 +346,139 @@ def test_refusals_by_name(tmp_path, config, change, says):
     with pytest.raises(UserError, match=says) as error:
         load_head(put(tmp_path, config, change(tensors) if change else tensors), layers=32)
     assert str(error.value).startswith(str(tmp_path))
+
+
+def edited(name, edit):
+    return lambda tensors: tensors | {name: edit(tensors[name].clone())}
+
+
+FIELDS = [
+    *(("hidden_size", "16"), ("hidden_size", 0), ("num_attention_heads", 0), ("num_attention_heads", [4])),
+    *(("vocab_size", None), ("vocab_size", -1), ("intermediate_size", 24.5), ("num_key_value_heads", 0)),
+    *(("rms_norm_eps", -1), ("rms_norm_eps", None), ("rms_norm_eps", "x"), ("rope_theta", 0), ("rope_theta", -5)),
+    *(("rope_theta", float("nan")), ("max_position_embeddings", None), ("sliding_window", -3), ("layer_types", 5)),
+    *(("draft_vocab_size", "x"), ("eagle_config", "yes"), ("rope_scaling", "linear"), ("rope_parameters", [1])),
+    *(("norm_before_residual", "no"), ("fc_norm", 1)),
+]
+DAMAGED = [
+    *((without(FLAT, **{key: value}), None, key) for key, value in FIELDS),
+    (without(FLAT, rope_scaling={"rope_type": "linear", "factor": 0}), None, "factor=0"),
+    (without(FLAT, rope_scaling={"rope_type": "linear", "factor": "x"}), None, "factor='x'"),
+    (without(FLAT, eagle_config={"eagle_aux_hidden_state_layer_ids": "abc"}), None, "eagle_aux_hidden_state_layer_ids"),
+    (without(SPECULATORS, eagle_aux_hidden_state_layer_ids=[1, None, 4]), None, "eagle_aux_hidden_state_layer_ids"),
+    (FLAT, edited("d2t", lambda t: t + 0.4), "d2t holds float32, and whole numbers"),
+    (FLAT, edited("fc.weight", lambda t: t * torch.nan), "NaN or infinite numbers in fc.weight"),
+    (FLAT, edited("lm_head.weight", lambda t: t.index_fill(0, torch.tensor([7]), torch.inf)), "in lm_head.weight"),
+    (FLAT, edited("lm_head.weight", lambda t: t.long()), "lm_head.weight holds int64, and fractions"),
+    (FLAT, edited("fc.weight", lambda t: t[0]), r"fc.weight \[48\] is no matrix"),
+    (FLAT, edited("norm.weight", lambda t: t[0]), r"norm.weight \[\] is no vector"),
+    (FLAT, edited("midlayer.self_attn.q_proj.weight", lambda t: t[:2]), "head_dim=0"),
+]
+
+
+@pytest.mark.parametrize(("config", "change", "says"), DAMAGED)
+def test_damaged_heads_are_refused_with_folder_and_field(tmp_path, config, change, says):
+    tensors = named(eagle_head(**EAGLE3))
+    with pytest.raises(UserError, match=says) as error:
+        load_head(put(tmp_path, config, change(tensors) if change else tensors), layers=32)
+    assert str(error.value).startswith(str(tmp_path)) and "\n" not in str(error.value)
+    assert "are damaged (" not in str(error.value), "by the net below, without the field's name"
+
+
+OWN_FIELDS = [
+    ("rope_theta", 0),
+    ("window", -3),
+    ("rms_norm_eps", -1),
+    ("hidden_size", None),
+    ("taps", 5),
+    ("bias", "x"),
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [*OWN_FIELDS, ("rope_scaling", "linear"), ("from_target", 3), ("head_dim", 1e9)]
+)
+def test_damaged_heads_of_our_own_form(tmp_path, key, value):
+    save_head(eagle_head(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(UserError, match=f"^{tmp_path}: {key}="):
+        load_head(str(tmp_path), layers=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: {k: v * torch.nan for k, v in t.items()}, "NaN or infinite numbers in 0.0.linear.bias"),
+        (
+            lambda t: t | {"900000000.1.weight": t["2.1.weight"].clone()},
+            "heads in the weights are numbered 0, 1, 2, 900000000",
+        ),
+        (lambda t: {k: v for k, v in t.items() if not k.startswith("1.")}, "heads in the weights are numbered 0, 2:"),
+        (
+            lambda t: {k.replace(".0.linear", ".7.linear"): v for k, v in t.items()},
+            "blocks in the weights are numbered 7",
+        ),
+        (edited("0.1.weight", lambda t: t.long()), "lm_heads.0.weight holds int64"),
+        (edited("0.0.linear.weight", lambda t: t[0]), r"0.0.linear.weight \[16\] is no matrix"),
+    ],
+)
+def test_damaged_medusa_heads(tmp_path, change, says):
+    where = put(tmp_path, {"medusa_num_heads": 3}, change(legacy(medusa_heads())), "medusa_lm_head.safetensors")
+    with pytest.raises(UserError, match=says) as error:
+        load_head(where, layers=4)
+    assert str(error.value).startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize(("key", "value"), [("heads", 900000000), ("heads", "3"), ("layers", -1), ("vocab_size", 0)])
+def test_damaged_medusa_heads_of_our_own_form(tmp_path, key, value):
+    save_head(medusa_heads(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(UserError, match=f"{key}="):
+        load_head(str(tmp_path), layers=4)
+
+
+@pytest.mark.parametrize("ids", [[3, 8, 9, 100, 900], [-1, 8, 9, 100, 256], [0.5, 1, 2, 3, 4]])
+def test_a_token_map_outside_of_the_vocabulary(tmp_path, ids):
+    original = medusa_heads(tied=True)
+    named = vllm_form(original) | {"lm_heads.0.weight": original.lm_head.weight.data, "token_map": torch.tensor(ids)}
+    config = {"model_type": "medusa", "original_lm_head": True, "truncated_vocab_size": 5, "vocab_size": 257}
+    with pytest.raises(UserError, match="token_map does not list ids"):
+        load_head(put(tmp_path, config, named), layers=4)
+
+
+@pytest.mark.parametrize(
+    ("damage", "config", "says"),
+    [
+        (lambda t: t * torch.nan, {}, "NaN or infinite numbers in model"),
+        (lambda t: t[0], {}, "instead of"),
+        (None, {"draft_vocab_size": "3"}, "draft_vocab_size='3'"),
+        (None, {"layers": [9]}, "tiny has the layers 0 to 1"),
+        (None, {"layers": None}, "layers"),
+    ],
+)
+def test_damaged_small_lms(tmp_path, target, damage, config, says):
+    from specresearch.models.distilled import load_student, save_student, student
+
+    save_student(student(target, [1], torch.tensor([0, 5, 256])), tmp_path, [1], {})
+    own = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(own | config))
+    if damage:
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors["model.layers.0.mlp.up_proj.weight"] = damage(tensors["model.layers.0.mlp.up_proj.weight"]).contiguous()
+        save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=says) as error:
+        load_student(str(tmp_path), target)
+    assert f"in {tmp_path} cannot be read" in str(error.value)
+
+
+def test_a_small_lm_is_no_head_and_says_what_it_is_for(tmp_path, target):
+    from specresearch.models.distilled import save_student, student
+
+    save_student(student(target, [1], torch.tensor([0, 5, 256])), tmp_path, [1], {})
+    with pytest.raises(UserError, match=r"distilled small LM.*drafter=small_lm"):
+        load_head(str(tmp_path), layers=2)
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,19 @@ def test_a_tensor_that_comes_out_wrong_is_noticed(run, monkeypatch):
         run(eagle_head(taps=DEFAULT), "format=sglang")
 
 
+def test_a_head_of_nan_is_refused_before_anything_is_written(tmp_path, run):
+    head = eagle_head(taps=DEFAULT)
+    with torch.no_grad():
+        head.fc.weight.fill_(torch.nan)
+    with pytest.raises(UserError, match=r"NaN or infinite numbers in fc\.weight"):
+        run(head)
+    assert not (tmp_path / "out").exists()
+
+
+def test_auto_is_the_shipped_head():
+    assert command.chosen("auto", "smollm2").endswith("checkpoints/smollm2/eagle3")
+
+
 def test_default_taps_are_those_of_the_servers():
     assert exporting.default_taps(32) == (2, 16, 29)
 
@@ -234,7 +247,9 @@ def test_from_the_command_line(tmp_path):
     [
         (["format=onnx"], "sglang, vllm or both"),
         (["ckpt=none/at/all"], "no folder"),
-        (["config={colour: 1}"], "colour"),
+        (["config={colour: 1}"], "^.*: config has no colour"),
+        (["config=yes"], "config=yes: use a mapping, e.g. 'config="),
+        (["ckpt=auto"], "nothing is shipped for target tiny.*ckpt=checkpoints/smollm2/eagle3"),
     ],
 )
 def test_mistakes(run, overrides, says):

@@ -18,7 +18,7 @@ from specresearch.drafters.eagle import Eagle
 from specresearch.drafters.medusa import Medusa as MedusaDrafter
 from specresearch.drafters.small_lm import SmallLM as SmallLMDrafter
 from specresearch.models import tiny
-from specresearch.training import data, dataset, eagle3, least_squares
+from specresearch.training import data, dataset, eagle3, generate, least_squares, origin
 from specresearch.training.features import add_features
 from specresearch.training.generate import Book, Generator, Plan, wrapping
 from specresearch.training.held_out import Tally, walk
@@ -484,27 +484,63 @@ def command(monkeypatch, *arguments):
     return left.value.code
 
 
-def test_the_command_makes_data_trains_and_resumes(monkeypatch, tmp_path, capfd):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Settings of a small training, and its data made."""
+    home = tmp_path_factory.mktemp("made")
     lines = [f'{{"prompt": "question number {i * 7} about things"}}' for i in range(70)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
-    settings = ["target=tiny", "target.layers=6", "tracker=none", "data=file", f"data.path={tmp_path}/prompts.jsonl"]
-    settings += [
-        f"data.folder={tmp_path}/data",
-        "data.rows=6",
-        "data.answer_tokens=12",
-        "data.greedy=1",
-        "drafter=medusa",
-    ]
-    settings += ["drafter.heads=2", "drafter.draft_vocab=64", "schedule.pack_tokens=200", "schedule.epochs=1"]
-    out = tmp_path / "run"
-    assert command(monkeypatch, *settings, f"hydra.run.dir={out}") == 0
-    assert {p.name for p in (out / "head").iterdir()} == {"config.json", "model.safetensors", "curve.md"}
-    assert "| tokens seen |" in (out / "head" / "curve.md").read_text()
-    last = json.loads((out / "head" / "config.json").read_text())["training"]["curve"][-1]
+    (home / "prompts.jsonl").write_text("\n".join(lines))
+    settings = ["target=tiny", "target.layers=6", "tracker=none", "data=file", f"data.path={home}/prompts.jsonl"]
+    settings += [f"data.folder={home}/data", "data.rows=6", "data.answer_tokens=12", "data.greedy=1", "drafter=medusa"]
+    settings += ["drafter.heads=2", "drafter.draft_vocab=64", "schedule.pack_tokens=200", "schedule.epochs=2"]
+    with pytest.MonkeyPatch.context() as patch:
+        assert command(patch, *settings, f"hydra.run.dir={home}/whole") == 0
+    return home, settings
+
+
+def test_the_command_makes_data_and_trains(monkeypatch, made, tmp_path, capfd):
+    head = made[0] / "whole" / "head"
+    assert {p.name for p in head.iterdir()} == {"config.json", "model.safetensors", "curve.md"}
+    assert "| tokens seen |" in (head / "curve.md").read_text()
+    last = json.loads((head / "config.json").read_text())["training"]["curve"][-1]
     assert last["held_out/loop"] == pytest.approx(last["held_out/walk"], rel=0.05)
-    assert command(monkeypatch, f"resume={out}") == 0
-    assert command(monkeypatch, *settings, "stage=check", f"hydra.run.dir={tmp_path}/check") == 0
+    assert command(monkeypatch, *made[1], "stage=check", f"hydra.run.dir={tmp_path}") == 0
     assert "0 dialogues share 8 words" in capfd.readouterr().out
+
+
+def interrupted_at(monkeypatch, step):
+    """Ctrl-C before optimiser step `step`."""
+    plain = Trainer._step
+
+    def broken(self, group, done):
+        if self.progress.step == step:
+            raise KeyboardInterrupt
+        return plain(self, group, done)
+
+    monkeypatch.setattr(Trainer, "_step", broken)
+
+
+def test_a_training_goes_on_by_command_as_if_it_had_not_stopped(monkeypatch, made, tmp_path, capfd):
+    home, settings = made
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        interrupted_at(patch, 7)
+        assert command(patch, *settings, f"hydra.run.dir={out}") == 130
+    assert f"go on with  python -m specresearch.train resume={out}" in capfd.readouterr().err
+    steps = []
+    with monkeypatch.context() as patch:
+        plain = Trainer._step
+        patch.setattr(Trainer, "_step", lambda self, *a: (steps.append(self.progress.step), plain(self, *a))[1])
+        assert command(patch, f"resume={out}") == 0
+    assert steps[0] == 7
+    weights = [(where / "head" / "model.safetensors").read_bytes() for where in (out, home / "whole")]
+    assert weights[0] == weights[1]
+    capfd.readouterr()
+    with monkeypatch.context() as patch:
+        interrupted_at(patch, steps[-1] + 1)
+        assert command(patch, f"resume={out}") == 1
+    assert f"resume={out} is complete: use it with drafter.ckpt={out}/head" in capfd.readouterr().err
+    assert (out / "head" / "model.safetensors").read_bytes() == weights[0]
 
 
 @pytest.mark.parametrize(
@@ -517,12 +553,136 @@ def test_the_command_makes_data_trains_and_resumes(monkeypatch, tmp_path, capfd)
         (["drafter.stepz=1"], "did you mean drafter.steps?"),
         (["drafter=null"], "there are eagle"),
         (["data=file"], "data.path must be given"),
+        (["schedule.minutes=-1"], "schedule.minutes=-1: use a number above 0, or null"),
+        (["schedule.minutes=soon"], "schedule.minutes='soon': use a number"),
+        (["schedule.evaluate_steps=0"], "schedule.evaluate_steps=0: use a whole number of at least 1"),
+        (["schedule.accumulate=0"], "schedule.accumulate=0: use a whole number"),
+        (["schedule.epochs=0"], "schedule.epochs=0: use a whole number"),
+        (["schedule.lr=-1"], "schedule.lr=-1: use a number above 0"),
+        (["schedule=1"], "schedule"),
+        (["data.temperatures=[]"], "data.temperatures=[]: use a list of numbers"),
+        (["data.temperatures=[-1]"], "data.temperatures=[-1]: use a list of numbers"),
+        (["data.greedy=7"], "data.greedy=7: use a number of at least 0 and at most 1"),
+        (["drafter.steps=0"], "drafter.steps=0: use a whole number"),
+        (["drafter=medusa", "drafter.heads=0"], "drafter.heads=0: use a whole number"),
+        (["drafter=small_lm", "drafter.layers=[]"], "drafter.layers=[]: use"),
+        (["drafter.draft_vocab=0"], "drafter.draft_vocab=0: use a whole number of at least 4"),
+        (["drafter.taps=[]"], "drafter.taps=[]: use a list of blocks"),
+        (["stage=check", "data.folder=TYPO"], "data.folder=TYPO holds no dialogues"),
+        (["stage=features", "data.folder=TYPO"], "data.folder=TYPO holds no dialogues"),
     ],
 )
 def test_mistakes_are_said_in_one_line(monkeypatch, capfd, tmp_path, arguments, says):
-    assert command(monkeypatch, "target=tiny", f"hydra.run.dir={tmp_path}", *arguments) == 1
+    assert command(monkeypatch, "target=tiny", "tracker=none", f"hydra.run.dir={tmp_path}", *arguments) == 1
     (line,) = capfd.readouterr().err.strip().splitlines()
     assert says in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["drafter=small_lm", "drafter.layers=[0,6]"], "tiny has the layers 0 to 5"),
+        (["drafter=eagle", "drafter.taps=[0,99]"], "the head reads [0, 99]"),
+        (["drafter=eagle", "drafter.start=BAD"], "BAD"),
+        (["drafter=small_lm", "drafter.layers=2"], "drafter.layers"),  # of another kind than this recipe takes
+        (["target.seed=1"], "was written by a model called tiny whose weights are not those of tiny"),
+        (["target.seed=1", "stage=check"], "whose weights are not those of tiny"),
+        (["target.seed=1", "stage=features"], "whose weights are not those of tiny"),
+    ],
+)
+def test_what_a_recipe_or_the_data_refuse_is_said_in_one_line(monkeypatch, capfd, made, tmp_path, arguments, says):
+    kept = [s for s in made[1] if not s.startswith("drafter")]
+    assert command(monkeypatch, *kept, f"hydra.run.dir={tmp_path}", "drafter=medusa", *arguments) == 1
+    line = capfd.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("error: ") and says in line
+
+
+def test_data_is_its_targets_own_in_any_precision(deep, folder, tmp_path, capfd):
+    origin.require(tiny.load(dtype="bfloat16", device="cpu", layers=6), folder)
+    assert capfd.readouterr().err == ""
+    with pytest.raises(UserError, match="written by a model called tiny"):
+        origin.require(tiny.load(dtype="float64", device="cpu", layers=6, seed=1), folder)
+    dataset.write(tmp_path, [next(dataset.read_all(folder))], 257)
+    origin.require(deep, tmp_path)
+    assert "does not say which target wrote it" in capfd.readouterr().err
+
+
+def test_shipped_dialogues_bear_no_mark_and_are_taken(deep, folder, tmp_path, capfd, monkeypatch):
+    path = dataset.write(tmp_path, [next(dataset.read_all(folder))], 257)
+    shipped = tmp_path / "checkpoints" / "tiny" / "data" / path.name
+    shipped.parent.mkdir(parents=True)
+    shipped.touch()
+    monkeypatch.setattr(origin, "SHIPPED", tmp_path / "checkpoints")
+    origin.require(deep, tmp_path)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("plan", "why"), [({}, "never ended|ran into a loop"), ({"long_slots": 30}, "left no room")])
+def test_a_target_that_writes_no_usable_turns_is_given_up(deep, tmp_path, monkeypatch, plan, why):
+    monkeypatch.setattr(generate, "PATIENCE", 1)
+    with pytest.raises(UserError, match=f"in a row could not be used.*({why}).*data=file"):
+        Generator(deep, replace(PLAN, **plan), book(deep), tmp_path, TAPS).run()
+
+
+def test_prompts_of_which_none_can_be_used_are_no_data(monkeypatch, tmp_path, capfd):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "short"}\n')
+    settings = ["target=tiny", "target.layers=6", "tracker=none", "data=file", f"data.path={tmp_path}/prompts.jsonl"]
+    assert command(monkeypatch, *settings, f"data.folder={tmp_path}/data", f"hydra.run.dir={tmp_path}/run") == 1
+    assert "no prompt could be used (1 were nearly empty)" in capfd.readouterr().err
+
+
+def test_what_was_made_is_kept_on_interruption(deep, tmp_path, monkeypatch, made, capfd):
+    plain, steps = Generator.step, []
+
+    def broken(self):
+        if self.done:
+            raise KeyboardInterrupt
+        return plain(self)
+
+    settings = [f"data.folder={tmp_path}/data" if s.startswith("data.folder") else s for s in made[1]]
+    with monkeypatch.context() as patch:
+        patch.setattr(Generator, "step", broken)
+        assert command(patch, *settings, f"hydra.run.dir={tmp_path}/run") == 130
+    said = capfd.readouterr().err
+    assert f"{tmp_path}/data" in said and f"resume={tmp_path}/run" in said
+    assert dataset.shards(tmp_path / "data")
+    interrupted = Trainer._step
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", lambda self, *a: (steps.append(self.progress.step), interrupted(self, *a))[1])
+        assert command(patch, f"resume={tmp_path}/run") == 0
+    assert steps[0] == 0 and (tmp_path / "run" / "head" / "config.json").exists()
+
+
+def test_without_a_held_out_part_the_curve_is_empty(monkeypatch, made, tmp_path, capfd):
+    monkeypatch.setattr(generate, "HELD_OUT", 1 << 60)
+    settings = [f"data.folder={tmp_path}/data" if s.startswith("data.folder") else s for s in made[1]]
+    assert command(monkeypatch, *settings, "schedule.epochs=1", f"hydra.run.dir={tmp_path}/run") == 0
+    assert "warning: no greedy answer is held out" in capfd.readouterr().err
+    last = (tmp_path / "run" / "head" / "curve.md").read_text().splitlines()[-1]
+    assert last.endswith("| - | - |") and "0.000" not in last
+
+
+def test_a_loop_that_accepts_otherwise_than_predicted_is_warned_of(monkeypatch, made, tmp_path, capfd):
+    plain = Trainer.evaluate
+
+    def optimistic(self):
+        plain(self)
+        self.progress.curve[-1]["held_out/walk"] *= factor
+        return self.progress.curve[-1]
+
+    monkeypatch.setattr(Trainer, "evaluate", optimistic)
+    for factor in (1.0, 1.1):
+        settings = [*made[1], "schedule.epochs=1", f"hydra.run.dir={tmp_path}/{factor}"]
+        assert command(monkeypatch, *settings) == 0
+        assert ("differ by more than 5 %" in capfd.readouterr().err) is (factor > 1)
+
+
+def test_divergence_names_the_learning_rate(deep, library, folder, tmp_path):
+    recipe = make("medusa", deep, library)
+    with torch.no_grad():
+        next(iter(Trainer(recipe, SCHEDULE, folder, tmp_path).weights.values())).fill_(torch.nan)
+    with pytest.raises(UserError, match=r"schedule\.lr below 0\.003"):
+        Trainer(recipe, SCHEDULE, folder, tmp_path).run()
 
 
 def test_a_trained_head_is_gone_on_from_with_another_vocabulary(deep, library, tmp_path):

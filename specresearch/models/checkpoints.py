@@ -36,12 +36,17 @@ def load_head(
     `layers` = blocks of the target; `config` = fields of our config that the user sets himself. Raises UserError for
     unknown forms, unsupported variants, and, in one list, all tensors that are missing, unexpected or misshapen.
     """
+    if config is not None and not isinstance(config, Mapping):
+        raise UserError(f"drafter.config={config}: use a mapping, e.g. 'drafter.config={{taps: [2, 15, 27]}}'")
     folder = fetch(where, revision)
     try:
         described = describe(read_config(folder), read_tensors(folder), layers, config)
         return assemble(described), described
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"{where}: its config.json or its tensors are damaged ({reason})") from error
 
 
 def assemble(described: Described) -> Head:
@@ -49,7 +54,7 @@ def assemble(described: Described) -> Head:
     config, given = described.config, dict(described.tensors)
     with torch.device("meta"):
         head: Head = EagleHead(config) if isinstance(config, EagleConfig) else MedusaHeads(config)
-    wanted = {k: v.shape for k, v in head.state_dict().items() if k not in config.from_target}
+    wanted = {k: v for k, v in head.state_dict().items() if k not in config.from_target}
     member = given.pop("t2d", None)
     faults = misfits(given, wanted)
     if faults:
@@ -126,8 +131,6 @@ def fitted_head(
         raise UserError(f"drafter={kind} needs a Hugging Face target: use target=hf or target=smollm2")
     if not isinstance(ckpt, str) or not ckpt:
         raise UserError(f"drafter.ckpt={ckpt}: give a folder, a Hub id or auto")
-    if config is not None and not isinstance(config, Mapping):
-        raise UserError(f"drafter.config={config}: use a mapping, e.g. 'drafter.config={{taps: [2, 15, 27]}}'")
     where = shipped(kind, target.name) if ckpt == "auto" else ckpt
     head, described = load_head(where, layers=len(target.blocks), revision=revision, config=config)
     report(head, described, where)

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from specresearch.models.formats.common import misfits
+from specresearch.models.formats.common import SMALL_LM, misfits, require_finite
 from specresearch.models.hf import HFModel, one_line
 from specresearch.models.vocabulary import DraftVocabulary
+from specresearch.ranges import require, several, whole
 from specresearch.types import UserError
 
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
-FORMAT = "specresearch-small-lm"
 
 
 def student(target: HFModel, layers: Sequence[int], kept: Tensor) -> Any:
@@ -61,7 +61,8 @@ def _source(name: str, layers: Sequence[int]) -> str:
 
 
 def _filled(model: Any, tensors: Mapping[str, Tensor], target: HFModel) -> Any:
-    wanted = {n: t.shape for n, t in model.state_dict().items() if n not in SHARED}
+    require_finite(tensors)
+    wanted = {n: t for n, t in model.state_dict().items() if n not in SHARED}
     faults = misfits(tensors, wanted)
     if faults:
         raise UserError(f"the tensors of the small LM do not fit its config: {'; '.join(faults)}")
@@ -86,14 +87,14 @@ def save_student(model: Any, folder: Path, layers: Sequence[int], training: Mapp
     save_file({n: t for n, t in tensors.items() if n not in SHARED}, scratch, metadata={"format": "pt"})
     scratch.replace(folder / "model.safetensors")
     vocabulary: DraftVocabulary = model.vocabulary
-    config = {"format": FORMAT, "layers": list(layers), "draft_vocab_size": len(vocabulary.kept)}
+    config = {"format": SMALL_LM, "layers": list(layers), "draft_vocab_size": len(vocabulary.kept)}
     config |= {"from_target": list(SHARED), "training": dict(training)}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def is_student(folder: str) -> bool:
     try:
-        return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("format") == FORMAT
+        return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("format") == SMALL_LM
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -101,13 +102,12 @@ def is_student(folder: str) -> bool:
 def load_student(folder: str, target: HFModel, dtype: torch.dtype | None = None) -> HFModel:
     """What `save_student` wrote, with the target's vocabulary. Raises UserError if it does not fit."""
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    dtype = dtype or target.dtype
     try:
+        require(config, {"draft_vocab_size": whole(), "layers": several(whole(0), "layers")}, "config.json has ")
         tensors = load_file(Path(folder) / "model.safetensors")
-        model = _blank(target, config["layers"], config["draft_vocab_size"])
-    except UserError:
-        raise
+        tensors = {n: t.to(target.device, dtype if t.is_floating_point() else t.dtype) for n, t in tensors.items()}
+        model = _filled(_blank(target, config["layers"], config["draft_vocab_size"]), tensors, target).to(dtype)
     except Exception as error:  # damaged files raise many kinds
         raise UserError(f"the small LM in {folder} cannot be read: {one_line(error)}") from None
-    dtype = dtype or target.dtype
-    tensors = {n: t.to(target.device, dtype if t.is_floating_point() else t.dtype) for n, t in tensors.items()}
-    return HFModel(_filled(model, tensors, target).to(dtype), target.tokenizer, f"small LM of {target.name}")
+    return HFModel(model, target.tokenizer, f"small LM of {target.name}")

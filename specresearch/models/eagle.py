@@ -18,10 +18,27 @@ from torch import Tensor, nn
 
 from specresearch.models.linear import Linear
 from specresearch.models.vocabulary import DraftVocabulary, take_from_target
+from specresearch.ranges import FLAG, MAPPING, Rule, number, optional, require, several, whole
 from specresearch.types import Tap, UserError
 
 SHARED = ("embed_tokens.weight", "lm_head.weight")  # what a head may take from the target
 ROPES = ("default", "linear", "llama3")
+FLAGS = ("bias", "qkv_bias", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+SIZES = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "target_hidden_size")
+FIELDS = {
+    **dict.fromkeys((*SIZES, "vocab_size", "draft_vocab_size"), whole(most=1 << 24)),
+    "taps": several(Rule(lambda v: v == "norm" or whole(0).holds(v), ""), "blocks of the target, e.g. [2, 15, 27]"),
+    "rms_norm_eps": number(),
+    "rope_theta": number(above=True),
+    "rope_scaling": optional(MAPPING),
+    "context": whole(),
+    "window": optional(whole()),
+    **dict.fromkeys(FLAGS, FLAG),
+    "from_target": Rule(
+        lambda v: isinstance(v, list | tuple) and all(isinstance(n, str) for n in v), "a list of names"
+    ),
+}
+SCALES = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,8 @@ class EagleConfig:
     from_target: tuple[str, ...] = ()  # of SHARED: not stored with the head
 
     def __post_init__(self) -> None:
+        require(vars(self), FIELDS)
+        require(self.rope_scaling or {}, dict.fromkeys(SCALES, number(above=True)), "rotary scaling: ")
         object.__setattr__(self, "taps", tuple(self.taps))
         object.__setattr__(self, "from_target", tuple(self.from_target))
         if self.rope_scaling is not None:  # older configs say "type"
@@ -238,5 +257,7 @@ def rotary_frequencies(config: EagleConfig) -> Tensor:
         turns = float(scaling["original_max_position_embeddings"]) * plain / (2 * math.pi)
     except KeyError as missing:
         raise UserError(f"rotary scaling {config.rope!r} lacks {missing}") from None
+    if low >= high:
+        raise UserError(f"rotary scaling: low_freq_factor={low:g} is not below high_freq_factor={high:g}")
     keep = ((turns - low) / (high - low)).clamp(0, 1)  # few turns over the old context: slowed; many: kept
     return plain / factor * (1 - keep) + plain * keep

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from specresearch.models.linear import Linear
 from specresearch.models.vocabulary import DraftVocabulary, take_from_target
+from specresearch.ranges import FLAG, Rule, require, whole
 from specresearch.types import Tap, UserError
+
+FIELDS = {
+    "heads": whole(most=64),
+    "layers": whole(0, most=64),
+    **dict.fromkeys(("hidden_size", "vocab_size", "draft_vocab_size"), whole(most=1 << 24)),
+    **dict.fromkeys(("tied", "block_bias"), FLAG),
+    "from_target": Rule(lambda v: isinstance(v, list | tuple), "a list of names"),
+}
 
 
 @dataclass(frozen=True)
@@ -25,9 +34,8 @@ class MedusaConfig:
     from_target: tuple[str, ...] = ()  # ("lm_head.weight",): the shared matrix is the target's, and not stored
 
     def __post_init__(self) -> None:
+        require(vars(self), FIELDS)
         object.__setattr__(self, "from_target", tuple(self.from_target))
-        if self.heads < 1 or self.layers < 0:
-            raise UserError(f"{self.heads} Medusa heads of {self.layers} blocks: no such thing")
         if self.from_target not in ((), ("lm_head.weight",)) or (self.from_target and not self.tied):
             raise UserError("Medusa heads may take lm_head.weight from the target, if they are tied, and nothing else")
 

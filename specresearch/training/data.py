@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from specresearch import prompts
+from specresearch import prompts, ranges
 from specresearch.models.hf import HFModel
 from specresearch.models.smollm2 import cache_dir
-from specresearch.training import dataset
-from specresearch.training.generate import Book, Generator, Plan, Source
+from specresearch.training import dataset, origin
+from specresearch.training.generate import WHY, Book, Generator, Plan, Source
 from specresearch.training.openings import Opening, Sources
 from specresearch.training.overlap import Overlap, fingerprint
+from specresearch.training.settings import DATA
 from specresearch.training.start import default_taps
 from specresearch.types import Tap, UserError
 
@@ -33,10 +34,25 @@ def make(
 ) -> Path:
     """Bring the folder up to `data.tokens` answer tokens -> the folder. Does nothing if they are there."""
     folder, book = folder_of(target, data["folder"]), Book(target, evaluation())
+    origin.require(target, folder)
     book.catch_up(folder)
     if book.counts["answer_tokens"] < data["tokens"]:
         plan, source = _plan(data, seed), _source(data)
-        Generator(target, plan, book, folder, taps_of(target), source).run(progress)
+        generator = Generator(target, plan, book, folder, taps_of(target), source)
+        generator.run(progress)
+        if not book.known:
+            why = ", ".join(f"{n} {WHY[name]}" for name, n in generator.refused.items()) or "there were none"
+            raise UserError(f"no prompt could be used ({why}): give others, or raise data.turn_tokens")
+    return folder
+
+
+def require(target: HFModel, folder: Path) -> Path:
+    """Raises UserError unless `folder` holds dialogues of this target."""
+    if not dataset.shards(folder):
+        raise UserError(
+            f"data.folder={folder} holds no dialogues: name a folder that does, or make some with stage=data"
+        )
+    origin.require(target, folder)
     return folder
 
 
@@ -46,9 +62,7 @@ def taps_of(target: HFModel) -> tuple[Tap, ...]:
 
 
 def _plan(data: Mapping[str, Any], seed: int) -> Plan:
-    for key in ("tokens", "rows", "turn_tokens", "answer_tokens"):
-        if type(data[key]) is not int or data[key] < 1:
-            raise UserError(f"data.{key}={data[key]}: use a whole number of at least 1")
+    ranges.require(data, DATA, "data.")
     room = data["turn_tokens"] + data["answer_tokens"] + ANSWER_ROOM
     long = round(data["rows"] * data["long_share"]) if data["source"] == "self" else 0
     return Plan(
@@ -87,7 +101,7 @@ def _source(data: Mapping[str, Any]) -> Source | None:
 def check(target: HFModel, folder: Path) -> dict[str, Any]:
     """Counts of the data, and the dialogues that share a run of words with an evaluation prompt."""
     banned, book = evaluation(), Book(target, evaluation())
-    book.catch_up(folder)
+    book.catch_up(require(target, folder))
     bad = [
         {"kind": d.kind, "text": text[:80]}
         for d in dataset.read_all(folder)

@@ -52,8 +52,10 @@ def features_path(path: Path) -> Path:
     return path.with_name("features-" + path.name)
 
 
-def write(folder: Path, dialogues: Sequence[Dialogue], vocab_size: int, taps: Sequence[Tap] = ()) -> Path:
-    """Append a shard. Features go first, so that a shard that exists is complete."""
+def write(
+    folder: Path, dialogues: Sequence[Dialogue], vocab_size: int, taps: Sequence[Tap] = (), origin: str | None = None
+) -> Path:
+    """Append a shard. Features go first, so that a shard that exists is complete. `origin` marks the target (origin.py)."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"dialogues-{time.time_ns()}-{os.getpid()}.safetensors"
     if dialogues and all(d.features is not None for d in dialogues):
@@ -67,7 +69,7 @@ def write(folder: Path, dialogues: Sequence[Dialogue], vocab_size: int, taps: Se
         "temperature": torch.tensor([d.temperature for d in dialogues]),
         "held_out": torch.tensor([d.held_out for d in dialogues], dtype=torch.bool),
     }
-    save(path, tensors, {"kinds": json.dumps([d.kind for d in dialogues])})
+    save(path, tensors, {"kinds": json.dumps([d.kind for d in dialogues])} | ({"origin": origin} if origin else {}))
     return path
 
 

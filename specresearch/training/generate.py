@@ -16,12 +16,24 @@ from specresearch.training import dataset
 from specresearch.training.dataset import Dialogue
 from specresearch.training.lean import stepper
 from specresearch.training.openings import LONG, Opening, Sources, draw
+from specresearch.training.origin import Origin, mark
 from specresearch.training.overlap import Overlap, fingerprint, grams, loop_start
-from specresearch.types import Tap
+from specresearch.types import Tap, UserError
 
 HELD_OUT = 25  # one user turn in so many is held out
 TOP_K = 128  # of what is sampled; a sort of the whole vocabulary would cost as much as the model
 SEEN_SHARE = 0.5  # a user turn with more word runs than this in earlier ones is a repetition
+PATIENCE = 10  # refusals for each row, none used between them, after which a target is taken to write no usable turns
+WHY = {
+    "long": "never ended within data.turn_tokens",
+    "loop": "ran into a loop",
+    "room": "left no room for an answer",
+    "short": "were nearly empty",
+    "evaluation": "were evaluation prompts",
+    "repeated": "had been written before",
+    "similar": "resembled earlier ones",
+    "answer": "had answers of under 8 tokens",
+}
 MARK = "\ue001"
 
 
@@ -137,25 +149,35 @@ class Generator:
         self.chance = random.Random(f"{plan.seed} {start}")
         self.dice = torch.Generator(device=target.device).manual_seed(plan.seed * 100_003 + start)
         self.special = set(target.tokenizer.all_special_ids)
+        self.mark = mark(Origin.of(target))
         self.features: Tensor | None = None
         self.done: list[Dialogue] = []
         self.refused: Counter[str] = Counter()
+        self.patience = (
+            max(100, PATIENCE * len(self.slots)) if source is None else None
+        )  # given prompts come to an end by themselves
+        self.in_a_row: Counter[str] = Counter()  # refusals since the last dialogue
         self.rows = [self._begin(row) for row in range(len(self.slots))]
 
     def run(self, progress: Callable[[Generator], None] | None = None) -> None:
-        """Until there are `plan.tokens` answer tokens in all. An interrupted run leaves whole shards."""
-        while self.book.counts["answer_tokens"] < self.plan.tokens and any(self.rows):
-            self.step()
-            if len(self.done) >= self.plan.shard:
-                self.flush()
-            if progress:
-                progress(self)
-        self.flush()
+        """Until there are `plan.tokens` answer tokens in all. An interrupted run leaves whole shards.
+
+        Raises UserError where one turn after the other is refused.
+        """
+        try:
+            while self.book.counts["answer_tokens"] < self.plan.tokens and any(self.rows):
+                self.step()
+                if len(self.done) >= self.plan.shard:
+                    self.flush()
+                if progress:
+                    progress(self)
+        finally:
+            self.flush()
 
     def flush(self) -> None:
         if self.done:
             taps = self.taps if self.plan.features else ()
-            self.book.known.add(dataset.write(self.folder, self.done, self.target.vocab_size, taps))
+            self.book.known.add(dataset.write(self.folder, self.done, self.target.vocab_size, taps, self.mark))
             self.done = []
         self.book.catch_up(self.folder)
 
@@ -247,8 +269,18 @@ class Generator:
         row.answer = len(row.tokens) + len(row.given)
 
     def _refuse(self, i: int, reason: str) -> None:
-        self.refused[reason] += 1
+        self._count(reason)
         self.rows[i] = self._begin(i)
+
+    def _count(self, reason: str) -> None:
+        self.refused[reason] += 1
+        self.in_a_row[reason] += 1
+        if self.patience is not None and (times := self.in_a_row.total()) >= self.patience:
+            why = ", ".join(f"{count} {WHY[name]}" for name, count in self.in_a_row.most_common(3))
+            raise UserError(
+                f"{times} user turns of {self.target.name} in a row could not be used ({why}): give it prompts, "
+                "data=file data.path=FILE, or raise data.turn_tokens"
+            )
 
     def _finish(self, i: int, row: Row) -> None:
         answer = self.book.text(row.tokens[row.answer :])
@@ -265,6 +297,7 @@ class Generator:
         )
         self.book.add(d)
         self.done.append(d)
+        self.in_a_row.clear()
         self.rows[i] = self._begin(i)
 
     def _begin(self, i: int) -> Row | None:
@@ -285,11 +318,14 @@ class Generator:
         heat = 0.0 if greedy else self.chance.choice(self.plan.temperatures)
         if opening.closed:
             if (reason := self.book.admit(opening.text, True)) is not None:
-                self.refused[reason] += 1
+                self._count(reason)
                 return None
             given = given + self.after
         tokens = self.before + given
-        if not tokens or len(tokens) + self.plan.answer_tokens // 2 + 8 > slots:
+        if not tokens:
+            return None
+        if len(tokens) + self.plan.answer_tokens // 2 + 8 > slots:
+            self._count("room")
             return None
         first = max(len(self.before), 1)
         row = Row(opening, tokens[:first], turn, heat, tokens[first:], sampled=len(tokens))

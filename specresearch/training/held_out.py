@@ -44,12 +44,15 @@ class Tally:
                     each.append(walk(table, item.dialogue.answer))
 
     def numbers(self) -> dict[str, float]:
-        """`walk` predicts a chain; `walk_top4`, where one of four guesses may be right, bounds a tree of four from above."""
-        found = {"held_out/walk": pooled(self.walks[0]), "held_out/walk_top4": pooled(self.walks[1])}
+        """`walk` predicts a chain; `walk_top4`, where one of four guesses may be right, bounds a tree of four from above.
+
+        What nothing was counted for is left out.
+        """
+        walked = {"held_out/walk": pooled(self.walks[0]), "held_out/walk_top4": pooled(self.walks[1])}
+        found = {name: length for name, length in walked.items() if length is not None}
         for name, right in zip(("top1", "top4"), self.right):
-            found |= {
-                f"held_out/{name}_step_{i + 1}": float(right[i] / self.asked[i].clamp(min=1)) for i in range(self.steps)
-            }
+            asked = [i for i in range(self.steps) if self.asked[i]]
+            found |= {f"held_out/{name}_step_{i + 1}": float(right[i] / self.asked[i]) for i in asked}
         return found
 
 
@@ -67,7 +70,7 @@ def walk(hits: Tensor, first: int) -> tuple[int, int]:
     return length - 1 - first, passes
 
 
-def pooled(pairs: Sequence[tuple[int, int]]) -> float:
-    """Accepted length over several texts; 0 if there was nothing to decode."""
+def pooled(pairs: Sequence[tuple[int, int]]) -> float | None:
+    """Accepted length over several texts; None if there was nothing to decode."""
     passes = sum(p for _, p in pairs)
-    return sum(n for n, _ in pairs) / passes if passes else 0.0
+    return sum(n for n, _ in pairs) / passes if passes else None

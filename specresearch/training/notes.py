@@ -13,6 +13,6 @@ def curve_table(curve: Sequence[Mapping[str, float]]) -> str:
     names = ["tokens seen", "minutes", "accepted length, walked", *[f"top-1, step {i + 1}" for i in range(len(steps))]]
     lines = ["| " + " | ".join([*names, "top-4, step 1"]) + " |", "|" + "---:|" * (len(columns) + 2)]
     for row in rows:
-        numbers = [f"{row.get(column, float('nan')):.3f}" for column in columns]
+        numbers = [f"{row[column]:.3f}" if column in row else "-" for column in columns]
         lines.append(f"| {row['tokens']:.0f} | {row['seconds'] / 60:.0f} | " + " | ".join(numbers) + " |")
     return "\n".join(lines) + "\n"

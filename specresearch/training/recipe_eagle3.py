@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,9 @@ class Eagle3:
         taps = tuple(taps or default_taps(len(target.blocks)))
         draft_vocab = min(draft_vocab, target.vocab_size)
         config = eagle_config(target, 3, draft_vocab, taps, fc_norm, own_kv, tied)
+        most = min(config.num_heads, config.hidden_size // config.head_dim)
+        if linear_heads > most:
+            print(f"drafter.linear_heads={linear_heads}: the head has {most}, and all begin so", file=sys.stderr)
         self.columns = library.columns(taps, config.target_hidden_size)
         self.normed = library.columns(("norm",), config.target_hidden_size)
         kept = draft_tokens(target, library, draft_vocab)
@@ -66,7 +70,9 @@ class Eagle3:
         if start is not None:
             from_head(head, start, target)
         elif linear_heads:
-            least_squares.start(head, library, self.columns, self.normed, target.head.weight.detach(), linear_heads)
+            least_squares.start(
+                head, library, self.columns, self.normed, target.head.weight.detach(), min(linear_heads, most)
+            )
 
     def loss(self, pack: Pack, dice: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         if self.answers_only:
@@ -86,7 +92,8 @@ class Eagle3:
         for group in grouped(items, 1500):
             pack = library.pack(group).to(self.target.device, self.target.dtype)
             tally.add(pack, group, self._guesses(pack, accepted))
-        return tally.numbers() | {"held_out/acceptance": float(torch.cat(accepted).mean())}
+        shares = torch.cat(accepted)
+        return tally.numbers() | ({"held_out/acceptance": float(shares.mean())} if len(shares) else {})
 
     def _guesses(self, pack: Pack, accepted: list[Tensor]) -> Iterator[Guess]:
         for step, places, state in unroll(self.module, pack, pack.features[:, self.columns], self.steps):

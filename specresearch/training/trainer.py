@@ -14,9 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, distributed, nn
 
+from specresearch.ranges import require
 from specresearch.training import dataset
 from specresearch.training.notes import curve_table
 from specresearch.training.packs import Item, Library, Pack, grouped
+from specresearch.training.settings import SCHEDULE
 from specresearch.types import UserError
 
 
@@ -56,6 +58,9 @@ class Schedule:
     evaluate_steps: int
     evaluate_dialogues: int
 
+    def __post_init__(self) -> None:
+        require(vars(self), SCHEDULE, "schedule.")
+
 
 @dataclass
 class Progress:
@@ -66,6 +71,7 @@ class Progress:
     seconds: float = 0.0
     shards: list[str] = field(default_factory=list)  # what the current epoch is made of
     curve: list[dict[str, float]] = field(default_factory=list)  # held-out numbers against tokens seen
+    complete: bool = False  # trained, written and tried in the loop
 
 
 class Team:
@@ -114,12 +120,14 @@ class Trainer:
         )
         self.progress = Progress()
         self.saved = time.monotonic()
+        self.saved_at = folder / "checkpoint.pt"
         self.total = 0
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self, on_step: Callable[[Trainer, dict[str, float]], None] | None = None) -> None:
         """Until `schedule.epochs` are done. Leaves a checkpoint however it ends."""
+        self.library = Library(self.data, self.progress.shards or None)  # of the epoch that a resumed run was in
         try:
             while self._done() < 1:
                 self._epoch(on_step)
@@ -182,9 +190,7 @@ class Trainer:
         self.team.add_up(list(self.weights.values()))
         norm = nn.utils.clip_grad_norm_(self.weights.values(), s.clip)
         if not bool(torch.isfinite(norm)):
-            raise UserError(
-                f"the gradient is no number at step {p.step}: lower drafter.lr and go on with resume={self.folder}"
-            )
+            raise UserError(f"the gradient is no number at step {p.step}: train anew with schedule.lr below {s.lr:g}")
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
         return numbers | {"train/gradient": float(norm)}
@@ -195,6 +201,8 @@ class Trainer:
             return {}
         numbers = self.recipe.evaluate(self.library, self.held_out())
         p = self.progress
+        if p.curve and p.curve[-1]["step"] == p.step:  # a resumed run's, or the last step's
+            p.curve.pop()
         p.curve.append({"step": p.step, "tokens": p.tokens, "seconds": round(p.seconds), **numbers})
         return numbers
 
@@ -223,7 +231,7 @@ class Trainer:
         scratch = self.folder / f"checkpoint.tmp{os.getpid()}"
         state = {"weights": self._own(), "optimiser": self.optimiser.state_dict()}
         torch.save(state | {"dice": self.dice.get_state(), "progress": asdict(self.progress)}, scratch)
-        scratch.replace(self.folder / "checkpoint.pt")
+        scratch.replace(self.saved_at)
         self.saved = time.monotonic()
 
     def _own(self) -> dict[str, Tensor]:
@@ -232,7 +240,7 @@ class Trainer:
         return {n: t for n, t in self.recipe.module.state_dict().items() if n not in frozen}
 
     def resume(self) -> None:
-        path = self.folder / "checkpoint.pt"
+        path = self.saved_at
         try:
             state = torch.load(path, map_location=self.dice.device, weights_only=True)
         except (OSError, RuntimeError) as error:

@@ -11,11 +11,23 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
+from specresearch.models.eagle import FIELDS as EAGLE
 from specresearch.models.eagle import EagleConfig
-from specresearch.models.formats.common import Change, Described, Tensors, changed, inside
+from specresearch.models.formats.common import (
+    SMALL_LM,
+    Change,
+    Described,
+    Tensors,
+    changed,
+    inside,
+    require_finite,
+    require_matrices,
+)
 from specresearch.models.formats.eagle import eagle1, eagle3, speculators
 from specresearch.models.formats.medusa import LEGACY, VLLM, from_vllm, medusa
+from specresearch.models.medusa import FIELDS as MEDUSA
 from specresearch.models.medusa import MedusaConfig
+from specresearch.ranges import require
 from specresearch.types import UserError
 
 OWN = "specresearch"
@@ -27,6 +39,11 @@ def describe(config: Mapping[str, Any], tensors: Tensors, layers: int, change: C
     Raises UserError for a form or a variant that is not supported, by name.
     """
     names = set(tensors)
+    require(change or {}, {**MEDUSA, **EAGLE}, "drafter.config: ")
+    if config.get("format") == SMALL_LM:
+        raise UserError("this is a distilled small LM, no draft head: use it with drafter=small_lm drafter.id=FOLDER")
+    require_matrices(tensors)
+    require_finite(tensors)
     if config.get("format") == OWN:
         return _own(config, tensors, change)
     if "speculators_model_type" in config:

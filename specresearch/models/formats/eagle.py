@@ -6,9 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from specresearch.models.eagle import SHARED, EagleConfig
-from specresearch.models.formats.common import Change, Described, Tensors, changed, inside
+from specresearch.models.eagle import FIELDS, SHARED, EagleConfig
+from specresearch.models.formats.common import Change, Described, Tensors, changed, field_of, inside
+from specresearch.ranges import FLAG, MAPPING, Rule, optional, require, several, whole
 from specresearch.types import UserError
+
+SIZE = FIELDS["hidden_size"]
+IDS = Rule(lambda v: v is None or v == [] or several(whole(0), "").holds(v), "a list of layers")
+NAMES = several(Rule(lambda v: isinstance(v, str), ""), "names")
 
 
 def _named(tensors: Tensors) -> Tensors:
@@ -25,10 +30,10 @@ def eagle1(config: Mapping[str, Any], tensors: Tensors, change: Change) -> Descr
     own = EagleConfig(
         version=1,
         **_layer(config, named, change),
-        draft_vocab_size=int(_key(config, "vocab_size")),
-        target_hidden_size=int(_key(config, "hidden_size")),
+        draft_vocab_size=_key(config, "vocab_size"),
+        target_hidden_size=_key(config, "hidden_size"),
         taps=("norm",),
-        bias=bool(config.get("bias", True)),
+        bias=field_of(config, "bias", FLAG, True),
         from_target=tuple(name for name in SHARED if name not in named),
     )
     return Described("SafeAILab EAGLE-1/2", changed(own, change), named, ["feature: after the target's final norm"])
@@ -36,7 +41,7 @@ def eagle1(config: Mapping[str, Any], tensors: Tensors, change: Change) -> Descr
 
 def eagle3(config: Mapping[str, Any], tensors: Tensors, layers: int, change: Change) -> Described:
     """SafeAILab's, SpecForge's and SGLang's flat config; ids of layers, if any, count as SGLang counts them."""
-    nested = config.get("eagle_config") or {}
+    nested = field_of(config, "eagle_config", optional(MAPPING)) or {}
     flags = {**config, **nested}
     if flags.get("use_aux_hidden_state") is False:
         raise UserError("an EAGLE-3 head with use_aux_hidden_state=false is not supported")
@@ -51,8 +56,8 @@ def eagle3(config: Mapping[str, Any], tensors: Tensors, layers: int, change: Cha
             f"eagle_aux_hidden_state_layer_ids={given} stands outside eagle_config, where it is not said whether layers "
             "count from 0 or 1: give the residual streams, e.g. 'drafter.config={taps: [2, 16, 29]}' = after 2, 16, 29 blocks"
         )
-    ids = nested.get("eagle_aux_hidden_state_layer_ids")
-    taps = [int(i) + 1 for i in ids] if ids else None
+    ids = field_of(nested, "eagle_aux_hidden_state_layer_ids", IDS)
+    taps = [i + 1 for i in ids] if ids else None
     how = f"SGLang layer ids {ids}, one less than boundaries" if ids else "the default"
     return _third("EAGLE-3 (SafeAILab, SGLang)", config, flags, tensors, taps, how, layers, change)
 
@@ -69,8 +74,8 @@ def speculators(config: Mapping[str, Any], tensors: Tensors, layers: int, change
             "config.json lacks norm_before_residual, whose absence means false to speculators and true to vLLM: say which "
             "with 'drafter.config={norm_before_residual: true}' or false"
         )
-    ids = config.get("eagle_aux_hidden_state_layer_ids")
-    taps = [int(i) for i in ids] if ids else None
+    ids = field_of(config, "eagle_aux_hidden_state_layer_ids", IDS)
+    taps = list(ids) if ids else None
     how = f"speculators' ids {ids}, which are boundaries" if ids else "the default"
     flat = {**inner, "draft_vocab_size": config.get("draft_vocab_size"), "tie_word_embeddings": False}
     flat |= {"target_hidden_size": config.get("target_hidden_size")}
@@ -89,7 +94,7 @@ def _third(
 ) -> Described:
     named = _named(tensors)
     layer = _layer(config, named, change)
-    width = int(config.get("target_hidden_size") or layer["hidden_size"])
+    width = field_of(config, "target_hidden_size", optional(SIZE)) or layer["hidden_size"]
     count = named["fc.weight"].shape[1] / width if "fc.weight" in named else 3
     taps = list((change or {}).get("taps") or taps or [2, layers // 2, layers - 3])
     if count != len(taps):
@@ -97,7 +102,7 @@ def _third(
             f"fc.weight reads {count:g} features of width {width} and there are {len(taps)} taps ({how}): {taps}; "
             "give them as 'drafter.config={taps: [...]}', k = the residual stream after k blocks"
         )
-    draft = int(config.get("draft_vocab_size") or layer["vocab_size"])
+    draft = field_of(config, "draft_vocab_size", optional(SIZE)) or layer["vocab_size"]
     own = draft == layer["vocab_size"]
     if config.get("tie_word_embeddings") and "lm_head.weight" not in named:
         raise UserError("a head whose lm_head is tied to its embeddings (tie_word_embeddings) is not supported")
@@ -111,10 +116,10 @@ def _third(
         target_hidden_size=width,
         taps=tuple(taps),
         bias="fc.bias" in named,
-        norm_before_residual=bool(flags.get("norm_before_residual", False)),
-        norm_before_fc=bool(flags.get("norm_before_fc", False)),
-        fc_norm=bool(flags.get("fc_norm") or flags.get("use_aux_norm")),
-        norm_output=bool(flags.get("norm_output", False)),
+        norm_before_residual=_flag(flags, "norm_before_residual"),
+        norm_before_fc=_flag(flags, "norm_before_fc"),
+        fc_norm=_flag(flags, "fc_norm", "use_aux_norm"),
+        norm_output=_flag(flags, "norm_output"),
         from_target=lent,
     )
     streams = f"features: residual streams after {', '.join(map(str, taps))} of {layers} blocks ({how})"
@@ -125,44 +130,55 @@ def _layer(config: Mapping[str, Any], named: Tensors, change: Change) -> dict[st
     """What all EAGLE configs share. The width of a head is not read from the config, since official code ignores it there."""
     if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UserError(f"hidden_act={act} is not supported: silu is")
-    heads, query = int(_key(config, "num_attention_heads")), named.get("midlayer.self_attn.q_proj.weight")
-    width = int(_key(config, "hidden_size"))
+    heads, query = _key(config, "num_attention_heads"), named.get("midlayer.self_attn.q_proj.weight")
+    width = _key(config, "hidden_size")
     theta, scaling = _rope(config, change or {})
-    types = config.get("layer_types") or ()
-    window = config.get("sliding_window") if "sliding_attention" in types else None
+    window = field_of(config, "sliding_window", optional(whole()))
     return {
         "hidden_size": width,
-        "intermediate_size": int(_key(config, "intermediate_size")),
+        "intermediate_size": _key(config, "intermediate_size"),
         "num_heads": heads,
-        "num_kv_heads": int(config.get("num_key_value_heads") or heads),
+        "num_kv_heads": field_of(config, "num_key_value_heads", optional(SIZE)) or heads,
         "head_dim": (query.shape[0] if query is not None else width) // heads,
-        "vocab_size": int(_key(config, "vocab_size")),
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "vocab_size": _key(config, "vocab_size"),
+        "rms_norm_eps": float(field_of(config, "rms_norm_eps", FIELDS["rms_norm_eps"], 1e-6)),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "context": int(config.get("max_position_embeddings", 2048)),
-        "qkv_bias": bool(config.get("qkv_bias") or config.get("attention_bias")),
-        "window": int(window) if window else None,
+        "context": field_of(config, "max_position_embeddings", FIELDS["context"], 2048),
+        "qkv_bias": _flag(config, "qkv_bias", "attention_bias"),
+        "window": window if "sliding_attention" in (field_of(config, "layer_types", optional(NAMES)) or ()) else None,
     }
 
 
 def _rope(config: Mapping[str, Any], change: Mapping[str, Any]) -> tuple[float, Change]:
     """transformers 5 writes rope_parameters, everything older rope_theta and rope_scaling; without any the base is 10000."""
-    new = config.get("rope_parameters") or {}
+    new = field_of(config, "rope_parameters", optional(MAPPING)) or {}
     old = {k: config[k] for k in ("rope_theta",) if config.get(k) is not None}
+    for place in (new, old):
+        require(place, {"rope_theta": FIELDS["rope_theta"]}, "config.json has ")
     both = "rope_theta" in new and old and "rope_theta" not in change
     if both and float(new["rope_theta"]) != float(old["rope_theta"]):
         raise UserError(
             f"config.json has rope_theta={old['rope_theta']} and rope_parameters with {new['rope_theta']}: "
             "say which with 'drafter.config={rope_theta: ...}'"
         )
-    scaling = config.get("rope_scaling") or {k: v for k, v in new.items() if k != "rope_theta"} or None
+    scaling = (
+        field_of(config, "rope_scaling", optional(MAPPING))
+        or {k: v for k, v in new.items() if k != "rope_theta"}
+        or None
+    )
     if scaling and scaling.get("rope_type", scaling.get("type")) in (None, "default"):
         scaling = None
     return float({**new, **old}.get("rope_theta", 10000.0)), scaling
 
 
-def _key(config: Mapping[str, Any], key: str) -> Any:
+def _key(config: Mapping[str, Any], key: str) -> int:
     if config.get(key) is None:
         raise UserError(f"config.json lacks {key}")
-    return config[key]
+    return int(field_of(config, key, SIZE))
+
+
+def _flag(config: Mapping[str, Any], *keys: str) -> bool:
+    """Whether one of them is set; all are looked at."""
+    values = [field_of(config, key, optional(FLAG)) for key in keys]
+    return any(values)
