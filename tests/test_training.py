@@ -2,10 +2,13 @@
 
 import copy
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import straight
@@ -675,6 +678,15 @@ def test_a_loop_that_accepts_otherwise_than_predicted_is_warned_of(monkeypatch, 
         settings = [*made[1], "schedule.epochs=1", f"hydra.run.dir={tmp_path}/{factor}"]
         assert command(monkeypatch, *settings) == 0
         assert ("differ by more than 5 %" in capfd.readouterr().err) is (factor > 1)
+
+
+@pytest.mark.parametrize("module", ["specresearch", "specresearch.train", "specresearch.export"])
+def test_an_interruption_while_modules_are_imported_is_quiet(module, tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    path = os.pathsep.join([str(tmp_path), str(Path(train.__file__).resolve().parents[1])])
+    line, environment = [sys.executable, "-m", module], os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.stderr == "" and done.returncode in (130, -signal.SIGINT)  # to a shell both are 130
 
 
 def test_divergence_names_the_learning_rate(deep, library, folder, tmp_path):
