@@ -15,13 +15,14 @@ from specresearch.models.eagle import EagleHead
 from specresearch.types import Drafter, Frontier, Step, Target, Tree, UserError, Verdict
 
 PREFILL_CHUNK = 512  # entries fed at once: bounds the mask of a long prompt
+MOST_DUE = 64  # entries that may wait until somebody asks: one pass over many costs little more than one over one
 
 
 class Eagle(Drafter):
     """Entry t of its cache is made of the target's features of token t and of token t+1, at position t.
 
     With L tokens in the target's cache and the root at place L, entries 0 .. L-1 can be made, and the last one asks for
-    the root's children. It is due when the root is asked about: the entries that the last step's accepted tokens
+    the root's children. It is due when the root is asked about: the entries that the tokens accepted since the last time
     made possible are fed then, in one causal pass. A node of depth d stands at position L-1+d, with its parent's output
     for features; it sees the entries and its own ancestors, and is forgotten with the step.
     """
@@ -46,7 +47,7 @@ class Eagle(Drafter):
     def reserve(self, batch: int, capacity: int, slots: int) -> None:
         c = self.head.config
         shape = LayerShape(c.num_kv_heads, c.head_dim, c.head_dim, self.dtype, self.device)
-        self.cache = SlotCache([shape], batch, capacity + slots)
+        self.cache = SlotCache([shape], batch, capacity + max(slots, MOST_DUE))
         self.rows = torch.arange(batch, device=self.device)
         self.due = torch.ones(batch, dtype=torch.long, device=self.device)  # entries that can be made and are not yet
         width = len(c.taps) * c.target_hidden_size
@@ -126,9 +127,17 @@ class Eagle(Drafter):
     @torch.inference_mode()
     def commit(self, step: Step, tree: Tree, verdict: Verdict, features: Tensor | None) -> None:
         assert features is not None
-        if not self.asked:
-            self._root(step)  # nobody asked in this step: its entries are still due
         path = verdict.path[:, : tree.tokens.shape[1]].clamp(min=0)
-        self.features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1])).to(self.dtype)
-        self.due = verdict.length.clamp(min=1)
-        self.asked = False
+        features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1])).to(self.dtype)
+        fresh = verdict.length.clamp(min=1)
+        if not self.asked and self.features.shape[1] + path.shape[1] <= MOST_DUE:
+            features, fresh = self._behind(features, step.live), torch.where(step.live, self.due + fresh, 1)
+        elif not self.asked:
+            self._root(step)
+        self.features, self.due, self.asked = features, fresh, False
+
+    def _behind(self, features: Tensor, live: Tensor) -> Tensor:
+        """Nobody asked in this step, so what was due still is: `features` [B, P, F] behind those."""
+        place = torch.where(live, self.due, 0)[:, None] + torch.arange(features.shape[1], device=self.device)
+        room = torch.nn.functional.pad(self.features, (0, 0, 0, features.shape[1]))
+        return room.scatter(1, place[..., None].expand(-1, -1, features.shape[-1]), features)

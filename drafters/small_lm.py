@@ -14,9 +14,11 @@ from specresearch.models.linear import halve
 from specresearch.models.loading import load, require_same_vocabulary, resolve_dtype
 from specresearch.types import Drafter, Frontier, Step, Target, Tree, UserError, Verdict
 
+MOST_LAG = 64  # tokens that may wait until somebody asks: one pass over many costs little more than one over one
+
 
 class SmallLM(Drafter):
-    """Its cache lags behind the target's by the tokens of the last step: they are fed again, with the next root, in one
+    """Its cache lags behind the target's by the tokens since it was last asked: they are fed, with the next root, in one
     causal pass. That is right whatever nodes the tree kept, and costs no pass of its own."""
 
     def __init__(
@@ -42,7 +44,7 @@ class SmallLM(Drafter):
         self.vocabulary = getattr(self.model.model, "vocabulary", None)  # a distilled one knows some tokens alone
 
     def reserve(self, batch: int, capacity: int, slots: int) -> None:
-        self.model.reserve(batch, capacity, slots)
+        self.model.reserve(batch, capacity, max(slots, MOST_LAG + 1))
         self.length = torch.zeros(batch, dtype=torch.long, device=self.model.device)  # tokens in this model's cache
         self.lag = 0  # most tokens by which it can be behind
 
@@ -67,7 +69,7 @@ class SmallLM(Drafter):
         tokens = step.tokens.gather(1, torch.minimum(position, step.length[:, None]))
         causal = torch.ones(width, width, dtype=torch.bool, device=behind.device).tril().expand(len(behind), -1, -1)
         logits, _ = self.model.run(tokens, position, length, causal, step.extent, keep=behind)
-        self.length = step.length.clone()
+        self.length, self.lag = step.length.clone(), 0
         return logits
 
     def _nodes(self, frontier: Frontier) -> Tensor:
@@ -78,7 +80,10 @@ class SmallLM(Drafter):
         )[0]
 
     def commit(self, step: Step, tree: Tree, verdict: Verdict, features: Tensor | None) -> None:
-        self.lag = verdict.path.shape[1]  # the tokens themselves come from the loop's history, in `_root`
+        fresh = verdict.path.shape[1]
+        if self.lag + fresh > MOST_LAG:
+            self._root(step)
+        self.lag += fresh  # the tokens themselves come from the loop's history, in `_root`
 
 
 def _shipped(target: str) -> str:

@@ -7,6 +7,7 @@ from specresearch.drafters.ngram import NGram
 from specresearch.drafters.none import NoDrafter
 from specresearch.drafters.small_lm import SmallLM
 from specresearch.sampling import Sampler
+from specresearch.trees.auto import AutoTree
 from specresearch.trees.best_first import BestFirstTree
 from specresearch.trees.dynamic import DynamicTree
 from specresearch.trees.optimal import OptimalTree
@@ -24,6 +25,7 @@ def trees(temperature: float = 0.0, draw: str | None = None) -> dict[str, TreePo
         "dynamic": DynamicTree(depth=3, topk=3, size=8, **heat),
         "static": StaticTree(widths=[3, 2, 1], **heat),
         "best_first": BestFirstTree(depth=3, topk=3, size=7, **heat),
+        "auto": AutoTree(depth=4, topk=3, size=10, cost={1: 1.0, 10: 1.2}, draft_cost=0.05, **heat),
         "optimal": OptimalTree(size=9, depth=3, acceptance=ACCEPTANCE, **heat),
     }
 

@@ -147,7 +147,11 @@ def test_a_prompt_of_one_token_and_refilled_rows(deep, folders):
     check(drafter, deep)
 
 
-def test_steps_in_which_nobody_asked_leave_no_gap(deep, folders, prompts, answers):
+@pytest.mark.parametrize(("most", "reads"), [(64, True), (64, False), (3, True), (1, True)])
+def test_steps_in_which_nobody_asked_leave_no_gap(deep, folders, prompts, answers, monkeypatch, most, reads):
+    """What they made possible waits, up to so many entries, and is fed with the next question or before."""
+    monkeypatch.setattr(drafter_file, "MOST_DUE", most)
+
     class Moody(StaticTree):
         """Proposes nothing in two of three steps."""
 
@@ -158,6 +162,7 @@ def test_steps_in_which_nobody_asked_leave_no_gap(deep, folders, prompts, answer
             return super().grow(step, ask) if self.turn % 3 == 0 else Tree.of_root(step)
 
     drafter = watched(deep, folders["eagle3"], prompts, answers)
+    drafter.may_read = reads
     turns = decode(deep, prompts, drafter=drafter, policy=Moody(widths=[2, 2], temperature=0), batch=2, budget=14)
     assert [turn.output_ids for turn in turns] == answers
     check(drafter, deep)

@@ -47,29 +47,42 @@ class DynamicTree(TreePolicy):
         tokens, totals, parents, levels = [step.root[:, None]], [torch.zeros(batch, 1, device=device)], [], [0]
         parents.append(torch.full((batch, 1), -1, device=device))
         frontier, total = torch.zeros(batch, 1, dtype=torch.long, device=device), totals[0]
-        score, q = growth.root()
-        start = 0  # draft slot of the frontier's first node
-        for level in range(self.depth):
+        slots, heads = frontier, tokens[0]  # of the frontier: draft slots and tokens
+        while self.goes_on(step, levels[-1], total):
+            score, q = growth.root() if levels[-1] == 0 else growth.expand(slots, heads)
+            start = growth.depth.shape[1] - frontier.shape[1]  # draft slot of the frontier's first node
             child, logp = growth.children(score, q, self.topk, self.draw)
             width, first = child.shape[-1], len(levels)
             tokens.append(child.flatten(1))
             totals.append((total[..., None] + logp).flatten(1))
             parents.append(frontier[..., None].expand(-1, -1, width).flatten(1))
-            levels += [level + 1] * tokens[-1].shape[1]
-            if level == self.depth - 1:
-                break
+            levels += [levels[-1] + 1] * tokens[-1].shape[1]
             best = _best(totals[-1], self.topk)
-            frontier, total = first + best, totals[-1].gather(1, best)
-            slots = start + best // width
-            start = growth.depth.shape[1]
-            score, q = growth.expand(slots, tokens[-1].gather(1, best))
-        return self._prune(torch.cat(tokens, 1), torch.cat(totals, 1), torch.cat(parents, 1), levels)
+            frontier, slots, heads = first + best, start + best // width, tokens[-1].gather(1, best)
+            total = totals[-1].gather(1, best)
+        if levels[-1] == 0:
+            return Tree.of_root(step)
+        return self._prune(torch.cat(tokens, 1), torch.cat(totals, 1), torch.cat(parents, 1), levels, step)
 
-    def _prune(self, tokens: torch.Tensor, total: torch.Tensor, parent: torch.Tensor, levels: list[int]) -> Tree:
-        """Keep the root and the best size-1 candidates, parents before children, siblings by falling probability."""
+    def goes_on(self, step: Step, depth: int, total: torch.Tensor) -> bool:
+        """Whether to ask about the nodes at `depth` whose log path probabilities are `total` [B, W]."""
+        return depth < self.depth
+
+    def keeps(self, step: Step, total: torch.Tensor, depth: torch.Tensor) -> int:
+        """How many of the candidates stay, the root counted: log path probabilities [B, M], depths [M]."""
+        return self.size
+
+    def _prune(
+        self, tokens: torch.Tensor, total: torch.Tensor, parent: torch.Tensor, levels: list[int], step: Step
+    ) -> Tree:
+        """Keep the root and the best candidates, parents before children, siblings by falling probability."""
         batch, count = tokens.shape
+        deep = torch.tensor(levels, device=total.device)
+        size = self.keeps(step, total, deep)
+        if size == 1:
+            return Tree.of_root(step)
         kept = torch.cat(
-            [torch.zeros_like(parent[:, :1]), 1 + organize(total[:, 1:], parent[:, 1:] - 1, self.size - 1, self.depth)],
+            [torch.zeros_like(parent[:, :1]), 1 + organize(total[:, 1:], parent[:, 1:] - 1, size - 1, levels[-1])],
             1,
         )
         dead = total.gather(1, kept) == -torch.inf
@@ -81,9 +94,8 @@ class DynamicTree(TreePolicy):
         valid = total.gather(1, kept) > -torch.inf
         up = torch.where(valid, up, 0)
         up[:, 0] = -1
-        depth = torch.tensor(levels, device=kept.device)[kept]
         score = total.gather(1, kept)
-        return Tree(tokens.gather(1, kept), up, depth, valid, score, self.law, self.growth, self.depth)
+        return Tree(tokens.gather(1, kept), up, deep[kept], valid, score, self.law, self.growth, levels[-1])
 
 
 def _best(total: torch.Tensor, count: int) -> torch.Tensor:
