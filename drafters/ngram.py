@@ -6,6 +6,8 @@ matches vote at once, and each node of a tree is matched with its own path.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from specresearch.types import Ask, Drafter, Frontier, Step, Target, Tree, TreeP
 
 
 class NGram(Drafter):
-    """Keeps no state. Cost per expansion: O(W * T * max_n) comparisons and one [W, V] table."""
+    """Lives on the host: each row has an index that grows with it, so a step costs the same however long the context is."""
 
     def __init__(self, target: Target, *, max_n: int, min_n: int, order: str, backoff: float):
         if not type(min_n) is type(max_n) is int or not 1 <= min_n <= max_n <= 64:
@@ -25,54 +27,78 @@ class NGram(Drafter):
         if not isinstance(backoff, int | float) or not 0 < backoff <= 1:
             raise UserError(f"drafter.backoff={backoff}: use a number above 0 and up to 1")
         self.vocab_size = target.vocab_size
-        self.max_n, self.min_n, self.order, self.backoff = max_n, min_n, order, backoff
+        self.max_n, self.min_n, self.recent, self.backoff = max_n, min_n, order == "recency", float(backoff)
+        self.rows: dict[int, Index] = {}
+
+    def extend(self, rows: Sequence[int], tokens: Tensor, length: Tensor, features: Tensor | None) -> None:
+        self.release(rows)
+
+    def release(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self.rows.pop(row, None)
 
     def propose(self, step: Step, policy: TreePolicy, ask: Ask) -> Tree:
-        """Reads two numbers from the device: whether anything matches, and how much of the tree was filled."""
-        context = _suffix(step, step.tokens.new_empty(step.root.shape[0], 1, 0), self.max_n)
-        matched = self._match(step, context) >= self.min_n
-        if not (matched & step.live[:, None, None]).any():
+        indices = self._catch_up(step)
+        if not any(index.votes(index.tokens, self.backoff, self.recent) for index in indices.values()):
             return Tree.of_root(step)
         return super().propose(step, policy, ask).trim()
 
     def expand(self, frontier: Frontier) -> Tensor:
         """Logits = log of the votes: each match votes for its next token, `backoff` times less per token of shorter match."""
-        step = frontier.step
-        match = self._match(step, _suffix(step, frontier.path, self.max_n))  # [B, W, T]
-        batch, width, sites = match.shape
-        best = match.amax(-1, keepdim=True)
-        vote = torch.where(match >= self.min_n, self.backoff ** (best - match).double(), 0.0)
-        if self.order == "recency":
-            vote = vote / (step.length[:, None] - torch.arange(sites, device=match.device)).clamp(min=1)[:, None]
-        following = step.tokens[:, : step.extent + 1].roll(-1, 1)[:, None].expand(batch, width, sites)
-        table = torch.zeros(batch, width, self.vocab_size, dtype=torch.float64, device=match.device)
-        table.scatter_reduce_(-1, following, vote, "amax" if self.order == "recency" else "sum")
-        return table.log().float()
+        shape = (*frontier.tokens.shape, self.vocab_size)
+        logits = torch.full(shape, -torch.inf, device=frontier.tokens.device)
+        paths = frontier.path.tolist()
+        for row, index in self._catch_up(frontier.step).items():
+            for node, path in enumerate(paths[row]):
+                line = index.tokens[-self.max_n :] + [token for token in path if token >= 0]
+                if votes := index.votes(line, self.backoff, self.recent):
+                    value = torch.tensor(list(votes.values()), dtype=torch.float64).log().to(logits)
+                    logits[row, node, torch.tensor(list(votes), device=logits.device)] = value
+        return logits
 
-    def _match(self, step: Step, context: Tensor) -> Tensor:
-        """How many of the last tokens of `context` [B, W, max_n] end at each site of the history -> [B, W, T].
-
-        A site counts only if the history knows the token after it.
-        """
-        history = step.tokens[:, : step.extent + 1]
-        sites = torch.arange(history.shape[1], device=history.device)
-        run = (sites < step.length[:, None])[:, None].expand(-1, context.shape[1], -1)
-        match = torch.zeros(run.shape, dtype=torch.long, device=history.device)
-        for back in range(self.max_n):
-            shifted = torch.nn.functional.pad(history, (back, 0), value=-2)[:, None, : history.shape[1]]
-            run = run & (shifted == context[..., -1 - back, None])
-            match += run
-        return match
+    def _catch_up(self, step: Step) -> dict[int, Index]:
+        """Indices of the live rows, the root their newest token."""
+        live, length, found = step.live.tolist(), step.length.tolist(), {}
+        for row in (row for row, alive in enumerate(live) if alive):
+            index, end = self.rows.get(row), length[row] + 1
+            if index is None or len(index.tokens) > end:
+                index = self.rows[row] = Index(self.min_n, self.max_n)
+            index.extend(step.tokens[row, len(index.tokens) : end].tolist())
+            found[row] = index
+        return found
 
 
-def _suffix(step: Step, path: Tensor, count: int) -> Tensor:
-    """The last `count` tokens of history (root included) followed by each node's path [B, W, D] -> [B, W, count].
+class Index:
+    """What followed every run of `min_n` to `max_n` tokens of one text: where last, and how often.
 
-    -1 stands before the first token.
+    A token costs as many insertions as there are lengths, a question a few lookups; memory grows with the text.
     """
-    batch, width, _ = path.shape
-    index = step.length[:, None] - torch.arange(count - 1, -1, -1, device=path.device)
-    known = torch.where(index >= 0, step.tokens.gather(1, index.clamp(min=0)), -1)
-    line = torch.cat([known[:, None].expand(batch, width, count), path], -1)
-    end = count + (path >= 0).sum(-1, keepdim=True)
-    return line.gather(-1, end - count + torch.arange(count, device=path.device))
+
+    def __init__(self, min_n: int, max_n: int):
+        self.sizes, self.tokens = range(min_n, max_n + 1), list[int]()
+        self.after: dict[tuple[int, ...], dict[int, tuple[int, int]]] = {}  # run -> {next: (place of next, times)}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            at = len(self.tokens)
+            for size in self.sizes[: max(0, at - self.sizes.start + 1)]:
+                followers = self.after.setdefault(tuple(self.tokens[at - size :]), {})
+                followers[token] = (at, followers.get(token, (0, 0))[1] + 1)
+            self.tokens.append(token)
+
+    def votes(self, line: Sequence[int], backoff: float, recent: bool) -> dict[int, float]:
+        """For what may follow `line`. A match that is d tokens shorter than the longest votes with backoff^d: each for
+        itself, or, if `recent`, divided by its distance from the end, and only the best vote for a token counts."""
+        found = [self.after.get(tuple(line[-n:]), {}) if n <= len(line) else {} for n in self.sizes]
+        while found and not found[-1]:
+            found.pop()
+        votes: dict[int, float] = {}
+        for shorter, followers in enumerate(reversed(found)):
+            weight, longer = backoff**shorter, found[-shorter] if shorter else {}
+            for token, (place, times) in followers.items():
+                if recent:
+                    vote = weight / (len(self.tokens) - place)
+                    votes[token] = max(votes.get(token, 0.0), vote)
+                else:
+                    votes[token] = votes.get(token, 0.0) + weight * (times - longer.get(token, (0, 0))[1])
+        return votes
