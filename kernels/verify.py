@@ -8,7 +8,7 @@ p along the way, and whole rows of V only where a rule needs a sum over the voca
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,6 +39,17 @@ class Uniforms:
 
     def uniforms(self, nodes: int) -> tuple[Tensor, Tensor]:
         return self.coins, self.final
+
+
+@runtime_checkable
+class OneHot(Protocol):
+    """A p that can name the one token that has all mass, where one has, without laying out the whole row."""
+
+    one_hot: bool
+
+    def choice(self, node: Tensor) -> Tensor:
+        """node [B] -> token [B]; -1 where p is no law"""
+        ...
 
 
 class Rule(Protocol):
@@ -117,7 +128,7 @@ def greedy(tree: Tree, p: Probs, rng: Rng) -> Verdict:
         top, token = p(node).max(-1)
         return torch.where(top > 0, token, -1)
 
-    return walk(tree, GreedyRule(choose), rng)
+    return walk(tree, GreedyRule(p.choice if isinstance(p, OneHot) and p.one_hot else choose), rng)
 
 
 def greedy_links(tokens: Tensor, tree_links: Links, levels: int, choice: Tensor) -> Verdict:
@@ -216,7 +227,10 @@ class TargetOnlyRule:
 
 
 def rejection(tree: Tree, p: Probs, rng: Rng) -> Verdict:
-    """Lossless rejection sampling; how the children were chosen (`tree.law`) decides which rule applies."""
+    """Lossless rejection sampling; how the children were chosen (`tree.law`) decides which rule applies. Where p is one-hot
+    every one of them accepts the child that p chooses, and no other."""
+    if isinstance(p, OneHot) and p.one_hot:
+        return greedy(tree, p, rng)
     point = tree.law == "point" or tree.q is None
     if on_triton(tree.tokens) and (given := rng.uniforms(tree.tokens.shape[1])):
         kind = _POINT if point else _WITHOUT_REPLACEMENT if tree.law == "without_replacement" else _IID

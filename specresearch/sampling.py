@@ -122,13 +122,22 @@ class TreeProbs:
         self.path = node_paths(tree.parent, tree.tokens, tree.levels) if sampler.path_dependent else None
         self.rows = torch.arange(logits.shape[0], device=logits.device)
 
-    def _law(self, logits: Tensor, path: Tensor | None) -> Tensor:
-        step = self.step
-        return self.sampler.warp(self.sampler.process(logits, step.tokens, step.length + 1, path))
+    @property
+    def one_hot(self) -> bool:
+        return self.sampler.temperature == 0
+
+    def choice(self, node: Tensor) -> Tensor:
+        """Where p is one-hot: the token that has it all, at node [B] -> [B]; -1 where the logits give no law."""
+        top, token = self._processed(node).max(-1)
+        return torch.where(top.abs() < torch.inf, token, -1)
 
     def __call__(self, node: Tensor) -> Tensor:
-        path = None if self.path is None else self.path[self.rows, node][:, None]
-        return self._law(self.logits[self.rows, node][:, None], path)[:, 0]
+        return self.sampler.warp(self._processed(node))
 
     def all(self) -> Tensor:
-        return self._law(self.logits, self.path)
+        return self.sampler.warp(self.sampler.process(self.logits, self.step.tokens, self.step.length + 1, self.path))
+
+    def _processed(self, node: Tensor) -> Tensor:
+        path = None if self.path is None else self.path[self.rows, node][:, None]
+        logits = self.logits[self.rows, node][:, None]
+        return self.sampler.process(logits, self.step.tokens, self.step.length + 1, path)[:, 0]

@@ -95,6 +95,9 @@ class Joined:
             return self.packed(x, self.layers)
         return torch.cat([layer(x) for layer in self.layers], -1)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layers": self.layers, "packed": Packed()}  # what was packed is neither copied nor stored
+
 
 def quicken(model: nn.Module) -> None:
     """Give every plain `nn.Linear` of `model` this forward; weights and names stay."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specresearch.models.linear import Linear
+from specresearch.models.linear import Joined, Linear
 from specresearch.models.vocabulary import DraftVocabulary, take_from_target
 from specresearch.ranges import FLAG, Rule, require, whole
 from specresearch.types import Tap, UserError
@@ -70,10 +70,17 @@ class MedusaHeads(nn.Module):
         else:
             self.lm_heads = nn.ModuleList(Linear(c.hidden_size, c.draft_vocab_size, bias=False) for _ in range(c.heads))
         self.vocabulary = DraftVocabulary(c.vocab_size, c.draft_vocab_size)
+        self.first = Joined(*(blocks[0].linear for blocks in self.blocks)) if c.layers else None
 
     def hidden(self, features: Tensor) -> Tensor:
         """Features [..., H] after the target's final norm -> what each head lays against the vocabulary [..., heads, H]."""
-        return torch.stack([blocks(features) for blocks in self.blocks], -2)
+        c = self.config
+        x = features[..., None, :].expand(*features.shape[:-1], c.heads, -1)
+        if self.first is None:
+            return x
+        x = x + F.silu(self.first(features).unflatten(-1, (c.heads, c.hidden_size)))  # all heads read the same
+        deeper = [blocks[1:](x[..., k, :]) for k, blocks in enumerate(self.blocks)] if c.layers > 1 else None
+        return x if deeper is None else torch.stack(deeper, -2)
 
     def forward(self, features: Tensor) -> Tensor:
         """Features [..., H] of token t -> logits [..., heads, draft_vocab_size] of the tokens t+2, t+3, ..."""
