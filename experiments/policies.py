@@ -2,8 +2,9 @@
 
     python experiments/policies.py [out=FOLDER] [overrides ...]
 
-All trees verify eight nodes, the root counted. `optimal` is shaped by RATES: how often EAGLE's first, second, ... guess was right
-in an earlier run; a trace of your own gives others (`optimal:tree.acceptance=null optimal:tree.trace=RUN_DIR/trace.jsonl`). Overrides hold for all, `POLICY:key=value` for one.
+All trees verify eight nodes, the root counted. `optimal` is shaped by RATES: how often EAGLE's first, second, ... guess was
+right in an earlier run; a trace of your own gives others (`optimal:tree.acceptance=null optimal:tree.trace=TRACE`).
+Overrides hold for all, `POLICY:key=value` for one.
 """
 
 from __future__ import annotations
