@@ -52,7 +52,7 @@ def tree_attention(
     if dense is None:
         assert words is not None
         dense = additive(unpack(words, 32 * words.shape[-1]), length, key.shape[2], query.dtype)
-    return _torch(query, key, value, dense, scale, fold=query.shape[2] == 1 or query.is_cuda)
+    return on_torch(query, key, value, dense, scale, fold=query.shape[2] == 1 or query.is_cuda)
 
 
 def seen_slots(mask: Tensor, length: Tensor, slots: int) -> Tensor:
@@ -69,7 +69,7 @@ def additive(mask: Tensor, length: Tensor, slots: int, dtype: torch.dtype, block
     return torch.zeros(seen.shape, dtype=dtype, device=mask.device).masked_fill_(~seen, blocked)[:, None]
 
 
-def _torch(query: Tensor, key: Tensor, value: Tensor, dense: Tensor, scale: float, fold: bool) -> Tensor:
+def on_torch(query: Tensor, key: Tensor, value: Tensor, dense: Tensor, scale: float, fold: bool) -> Tensor:
     """`fold` makes the heads that share K and V rows of one head: on a GPU torch would materialise the scores otherwise,
     on a CPU a single bfloat16 query is ten times faster so; more than one are not, as the mask grows."""
     batch, heads, nodes, _ = query.shape
@@ -78,10 +78,10 @@ def _torch(query: Tensor, key: Tensor, value: Tensor, dense: Tensor, scale: floa
     if not fold:
         out = scaled_dot_product_attention(query, key, value, attn_mask=dense, scale=scale, enable_gqa=group > 1)
         return out.transpose(1, 2).contiguous()
-    query = query.unflatten(1, (kv_heads, group)).transpose(2, 3).flatten(2, 3)
+    query = query.unflatten(1, [kv_heads, group]).transpose(2, 3).flatten(2, 3)
     dense = dense if nodes == 1 else dense.repeat_interleave(group, 2)
     out = scaled_dot_product_attention(query, key, value, attn_mask=dense, scale=scale)
-    return out.unflatten(2, (nodes, group)).transpose(1, 2).reshape(batch, nodes, heads, -1)
+    return out.unflatten(2, [nodes, group]).transpose(1, 2).reshape(batch, nodes, heads, -1)
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------

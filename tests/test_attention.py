@@ -165,7 +165,7 @@ def test_one_mask_for_many_calls(kernels):
     out = attention.tree_attention(c.query, c.key, c.value, None, c.length, dense=dense)
     assert torch.equal(out, compute(c)) or kernels == "triton"
     assert error(c, out) < 1
-    folded = attention._torch(c.query, c.key, c.value, dense, 0.25, fold=True)
+    folded = attention.on_torch(c.query, c.key, c.value, dense, 0.25, fold=True)
     assert error(c, folded) < 1
 
 

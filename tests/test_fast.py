@@ -79,16 +79,31 @@ def test_weights_may_change():
 
 
 def test_where_it_differs_the_model_keeps_its_own(monkeypatch):
-    class Relu:
-        silu = staticmethod(torch.relu)
+    laid_out = fast.Block.of
 
-        def __getattr__(self, name):
-            return getattr(torch.nn.functional, name)
+    def wrong(*given):
+        block = laid_out(*given)
+        block.scale *= 1.5
+        return block
 
-    monkeypatch.setattr(fast, "F", Relu())
+    monkeypatch.setattr(fast.Block, "of", wrong)
     quick = adapt(build("llama"))
     assert quick.fast is None
     passes(quick)
+
+
+def test_without_torchscript_the_same_functions_run(monkeypatch):
+    quick = adapt(build("qwen3"))
+    scripted = passes(quick)
+
+    def gone(*_):
+        raise RuntimeError("torch.jit is no more")
+
+    monkeypatch.setattr(torch.jit, "script", gone)
+    plain = adapt(build("qwen3"))
+    for ours, theirs in zip(passes(plain), scripted):
+        assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+    assert isinstance(quick.fast.blocks[0], torch.jit.ScriptModule) and type(plain.fast.blocks[0]) is fast.Block
 
 
 def test_others_are_left_alone():

@@ -98,6 +98,18 @@ class SlotCache(Cache):  # type: ignore[misc]
         seen = seen.transpose(1, 2)
         return seen[..., : self.key_width], seen[..., self.key_width :]
 
+    def targets(self) -> tuple[Tensor, Tensor | None, list[tuple[Tensor, Tensor]]]:
+        """For those who write themselves, all layers being on one device: the slots aimed at; the rows aimed at, unless the
+        views show them alone; each layer's slots [B * S, heads, width] and its rows' visible ones [B, S, heads, width]."""
+        (buffer,) = self.buffers.values()
+        rows = buffer.view(len(self.shapes), self.batch, self.slots, *buffer.shape[2:])[:, :, : self.visible]
+        wanted = None
+        if self.rows is not None and len(self.rows) == 1:
+            rows = rows[:, self.rows[0], None]
+        elif self.rows is not None:
+            wanted = torch.tensor(self.rows, device=buffer.device)
+        return self.where, wanted, list(zip(buffer.unbind(0), rows.unbind(0)))
+
     def move(self, source: Tensor, target: Tensor) -> None:
         for device, buffer in self.buffers.items():
             move(buffer, source.to(device), target.to(device))

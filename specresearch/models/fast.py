@@ -1,11 +1,12 @@
 """The forward of Llama-like models in few operators. What a pass of a few rows costs on a CPU beyond reading the weights is
-mostly calls: transformers' makes about a thousand for SmolLM2, this one 450.
+mostly calls: from Python, each takes longer than what it computes. So a block is one TorchScript function there.
 
 Without this file the adapter goes through transformers' own forward, which stays the reference of every check.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specresearch.kernels.attention import tree_attention
+from specresearch.kernels.attention import on_torch, tree_attention
 from specresearch.models.cache import SlotCache
-from specresearch.models.linear import Joined
+from specresearch.models.linear import product, states
 from specresearch.types import Tap
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")  # config.model_type: one block, with or without biases and head norms
@@ -30,14 +31,15 @@ class View(NamedTuple):
 
 
 class FastForward:
-    """Reads the weights of a model of the family where they are; keeps no state."""
+    """Reads the weights of a model of the family where they are, or packed once for few rows; keeps no other state."""
 
     def __init__(self, model: Any, blocks: nn.ModuleList, head: nn.Module):
         base, config = model.base_model, model.config
         self.embed, self.final, self.head, self.rotary = base.embed_tokens, base.norm, head, base.rotary_emb
         self.width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.heads, self.shared = config.num_attention_heads, config.num_key_value_heads
-        self.blocks = [_Block(block) for block in blocks]
+        self.theirs, self.seen = blocks, list[Any]()
+        self.blocks: list[Any] = []
 
     @staticmethod
     def serves(model: Any) -> bool:
@@ -53,54 +55,105 @@ class FastForward:
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens [R, q] at positions [R, q] -> logits [R, q or 1, V], the taps' features [R, q, F]. `keep` [R] = the one
         query per row whose logits are wanted."""
+        self._follow()
         x = self.embed(tokens)
         cos, sin = self.rotary(x, positions)
         half = self.width // 2
         turn = cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
         kept: dict[Tap, Tensor] = {0: x}
-        for layer, block in enumerate(self.blocks):
-            x = x + block.out(self._attend(layer, block, _norm(block.before, x), turn, cache, view))
-            gate, up = block.gate_up(_norm(block.between, x)).chunk(2, -1)
-            x = x + block.down(F.silu(gate) * up)
-            kept[layer + 1] = x
-        kept["norm"] = _norm(self.final, x)
+        where, rows, layers = cache.targets()
+        for number, (block, (flat, seen)) in enumerate(zip(self.blocks, layers)):
+            x = block(x, *turn, flat, where, seen, rows, view.words, view.length, view.dense)
+            kept[number + 1] = x
+        kept["norm"] = norm(x, self.final.weight, self.final.variance_epsilon)
         features = torch.cat([kept[tap] for tap in taps], -1) if taps else None
         asked = (
             kept["norm"] if keep is None else kept["norm"][torch.arange(len(keep), device=keep.device), keep][:, None]
         )
         return self.head(asked), features
 
-    def _attend(
-        self, layer: int, block: _Block, x: Tensor, turn: tuple[Tensor, Tensor], cache: SlotCache, view: View
-    ) -> Tensor:
-        mixed = block.qkv(x).unflatten(-1, (-1, self.width))  # [R, q, heads, width]
-        pair, value = mixed.split([self.heads + self.shared, self.shared], 2)
-        if block.query_norm is not None:
-            query, key = pair.split([self.heads, self.shared], 2)
-            pair = torch.cat([_norm(block.query_norm, query), _norm(block.key_norm, key)], 2)
-        cos, sin = turn
-        turned = pair * cos + pair.roll(self.width // 2, -1) * sin  # rounds as transformers' own
-        query, key = turned.split([self.heads, self.shared], 2)
-        keys, values = cache.write(layer, key.transpose(1, 2), value.transpose(1, 2))
-        query = query.transpose(1, 2)
-        return tree_attention(query, keys, values, view.words, view.length, block.scale, view.dense).flatten(2)
+    def _follow(self) -> None:
+        """Lay the blocks out anew where a weight has changed."""
+        now = states(self.theirs)
+        if now != self.seen:
+            quick = self.embed.weight.device.type == "cpu"
+            laid = [Block.of(block, self.heads, self.shared, self.width) for block in self.theirs]
+            self.blocks, self.seen = [scripted(block) if quick else block for block in laid], now
 
 
-class _Block:
-    """One block's layers, those that read the same input joined."""
+class Block(nn.Module):
+    """One block of the family; layers that read the same input are one product."""
 
-    def __init__(self, block: Any):
+    def __init__(self, qkv: nn.Module, out: nn.Module, gate_up: nn.Module, down: nn.Module):
+        super().__init__()
+        self.qkv, self.out, self.gate_up, self.down = qkv, out, gate_up, down
+
+    @staticmethod
+    def of(block: Any, heads: int, shared: int, width: int) -> Block:
         attention, mlp = block.self_attn, block.mlp
-        self.qkv = Joined(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.gate_up = Joined(mlp.gate_proj, mlp.up_proj)
-        self.out, self.down, self.scale = attention.o_proj, mlp.down_proj, attention.scaling
-        self.before, self.between = block.input_layernorm, block.post_attention_layernorm
-        self.query_norm, self.key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        own = Block(
+            product(attention.q_proj, attention.k_proj, attention.v_proj),
+            product(attention.o_proj),
+            product(mlp.gate_proj, mlp.up_proj),
+            product(mlp.down_proj),
+        )
+        own.heads, own.shared, own.width, own.scale = heads, shared, width, float(attention.scaling)
+        own.before, own.between = block.input_layernorm.weight, block.post_attention_layernorm.weight
+        own.eps = float(block.input_layernorm.variance_epsilon)
+        norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        own.query_norm, own.key_norm = (None if n is None else n.weight for n in norms)
+        return own
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        flat: Tensor,
+        where: Tensor,
+        seen: Tensor,
+        rows: Tensor | None,
+        words: Tensor | None,
+        length: Tensor,
+        dense: Tensor | None,
+    ) -> Tensor:
+        """x [R, q, H] -> [R, q, H]. `flat` [slots, heads, 2 width] takes K and V at slots `where` [R * q]; `seen` [B, S,
+        heads, 2 width] is what the cache's rows, or those of them that `rows` [R] names, then show."""
+        mixed = self.qkv(norm(x, self.before, self.eps)).unflatten(-1, [-1, self.width])  # [R, q, heads, width]
+        both = self.heads + self.shared
+        pair = mixed[:, :, :both]
+        query_norm, key_norm = self.query_norm, self.key_norm
+        if query_norm is not None and key_norm is not None:
+            normed = (
+                norm(pair[:, :, : self.heads], query_norm, self.eps),
+                norm(pair[:, :, self.heads :], key_norm, self.eps),
+            )
+            pair = torch.cat(normed, 2)
+        pair = pair * cos + pair.roll(self.width // 2, -1) * sin  # rounds as transformers' own
+        packed = torch.cat([pair[:, :, self.heads :], mixed[:, :, both:]], -1)
+        flat.index_copy_(0, where, packed.flatten(0, 1))
+        seen = (seen if rows is None else seen.index_select(0, rows)).transpose(1, 2)
+        query, key, value = pair[:, :, : self.heads].transpose(1, 2), seen[..., : self.width], seen[..., self.width :]
+        if torch.jit.is_scripting():
+            assert dense is not None
+            attended = on_torch(query, key, value, dense, self.scale, query.shape[2] == 1)
+        else:
+            attended = tree_attention(query, key, value, words, length, self.scale, dense)
+        x = x + self.out(attended.flatten(2))
+        gate, up = self.gate_up(norm(x, self.between, self.eps)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
 
 
-def _norm(norm: Any, x: Tensor) -> Tensor:
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As transformers does it: in float32, whatever the model's type, but for the weight."""
-    shape = (x.shape[-1],)
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, shape, norm.weight, norm.variance_epsilon)
-    return norm.weight * F.rms_norm(x.float(), shape, None, norm.variance_epsilon).to(x.dtype)
+    return weight * torch.rms_norm(x.float(), [x.shape[-1]], None, eps).to(x.dtype)
+
+
+def scripted(module: nn.Module) -> Any:
+    """By TorchScript, which torch calls deprecated and has no successor for that compiles in no time; as it is without."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            return torch.jit.script(module)
+        except Exception:  # a torch that has it no longer
+            return module

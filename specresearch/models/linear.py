@@ -25,19 +25,23 @@ class Packed:
     """
 
     seen: list[tuple[int, int] | None] | None = None
+    half: bool  # precision of the packed weight
     weight: Any
     bias: Tensor | None
 
     def __call__(self, x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
         """x [..., in] -> the layers' outputs side by side [..., sum of out]"""
-        now = [_state(tensor) for layer in layers for tensor in layer._parameters.values()]
-        half = HALF and all(getattr(layer, "holds_half", False) for layer in layers)
-        if now != self.seen:
-            self._pack(layers, half)
-            self.seen = now
-        if half:
+        self.follow(layers)
+        if self.half:
             return torch.ops.quantized.linear_dynamic_fp16(x, self.weight)
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+    def follow(self, layers: Sequence[nn.Linear]) -> None:
+        now = [_state(tensor) for layer in layers for tensor in layer._parameters.values()]
+        if now != self.seen:
+            self.half = HALF and all(getattr(layer, "holds_half", False) for layer in layers)
+            self._pack(layers, self.half)
+            self.seen = now
 
     def _pack(self, layers: Sequence[nn.Linear], half: bool) -> None:
         weight = torch.cat([layer.weight.detach() for layer in layers])
@@ -97,6 +101,62 @@ class Joined:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"layers": self.layers, "packed": Packed()}  # what was packed is neither copied nor stored
+
+
+class Half(nn.Module):
+    """FBGEMM's product, as a part that TorchScript takes."""
+
+    def __init__(self, weight: Any):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.quantized.linear_dynamic_fp16(x, self.weight)
+
+
+class Single(nn.Module):
+    """oneDNN's product, as a part that TorchScript takes."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+class Apart(nn.Module):
+    """Layers that read the same input, one after the other."""
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for layer in self.layers:
+            found.append(layer(x))
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+
+def product(*layers: nn.Linear) -> nn.Module:
+    """The layers' product for inference as their weights are now: packed as one where that serves."""
+    first = layers[0]
+    if not (
+        isinstance(first, Linear)
+        and first.weight.dtype == torch.float32
+        and first.weight.device.type == "cpu"
+        and AVAILABLE
+    ):
+        return Apart(layers)
+    packed = Packed()
+    packed.follow(layers)
+    return Half(packed.weight) if packed.half else Single(packed.weight, packed.bias)
+
+
+def states(module: nn.Module) -> list[tuple[int, int] | None]:
+    """Changes with the content of any weight."""
+    return [_state(weight) for weight in module.parameters()]
 
 
 def quicken(model: nn.Module) -> None:
