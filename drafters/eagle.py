@@ -12,6 +12,7 @@ from specresearch.kernels.attention import seen_slots
 from specresearch.models.cache import LayerShape, SlotCache
 from specresearch.models.checkpoints import fitted_head
 from specresearch.models.eagle import EagleHead
+from specresearch.models.fast import FastEagle
 from specresearch.types import Drafter, Frontier, Step, Target, Tree, UserError, Verdict
 
 PREFILL_CHUNK = 512  # entries fed at once: bounds the mask of a long prompt
@@ -39,7 +40,7 @@ class Eagle(Drafter):
         head = fitted_head("eagle", target, ckpt, revision, dtype, config)
         if not isinstance(head, EagleHead):
             raise UserError(f"drafter.ckpt={ckpt} holds Medusa heads: use drafter=medusa")
-        self.head, self.taps = head, head.config.taps
+        self.head, self.taps, self.forward = head, head.config.taps, FastEagle(head)
         self.vocab_size, self.device = target.vocab_size, target.device
         self.dtype = head.fc.weight.dtype
         self.may_read = self.device.type == "cpu"  # elsewhere asking the device costs a wait
@@ -117,7 +118,7 @@ class Eagle(Drafter):
         if (window := self.head.config.window) is not None:
             slot = torch.arange(visible, device=self.device)
             seen &= (slot >= length[:, None])[:, None] | (position[..., None] - slot < window)
-        return self.head(tokens.clamp(max=self.head.config.vocab_size - 1), state, position, seen, self.cache)
+        return self.forward(tokens.clamp(max=self.head.config.vocab_size - 1), state, position, seen, self.cache)
 
     def _causal(self, width: int) -> Tensor:
         place = torch.arange(width, device=self.device)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from specresearch.kernels.attention import on_torch, tree_attention
 from specresearch.models.cache import SlotCache
+from specresearch.models.eagle import EagleHead
 from specresearch.models.linear import product, states
 from specresearch.types import Tap
 
@@ -36,8 +37,9 @@ class FastForward:
     def __init__(self, model: Any, blocks: nn.ModuleList, head: nn.Module):
         base, config = model.base_model, model.config
         self.embed, self.final, self.head, self.rotary = base.embed_tokens, base.norm, head, base.rotary_emb
-        self.width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.heads, self.shared = config.num_attention_heads, config.num_key_value_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.sizes = config.num_attention_heads, config.num_key_value_heads, width
+        self.eps = float(base.norm.variance_epsilon)
         self.theirs, self.seen = blocks, list[Any]()
         self.blocks: list[Any] = []
 
@@ -58,12 +60,12 @@ class FastForward:
         self._follow()
         x = self.embed(tokens)
         cos, sin = self.rotary(x, positions)
-        half = self.width // 2
-        turn = cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
+        half = self.sizes[2] // 2
+        turn = turned(cos[..., :half], sin[..., :half])
         kept: dict[Tap, Tensor] = {0: x}
         where, rows, layers = cache.targets()
         for number, (block, (flat, seen)) in enumerate(zip(self.blocks, layers)):
-            x = block(x, *turn, flat, where, seen, rows, view.words, view.length, view.dense)
+            x = block(x, x, *turn, flat, where, seen, rows, view.words, view.length, view.dense)
             kept[number + 1] = x
         kept["norm"] = norm(x, self.final.weight, self.final.variance_epsilon)
         features = torch.cat([kept[tap] for tap in taps], -1) if taps else None
@@ -77,8 +79,42 @@ class FastForward:
         now = states(self.theirs)
         if now != self.seen:
             quick = self.embed.weight.device.type == "cpu"
-            laid = [Block.of(block, self.heads, self.shared, self.width) for block in self.theirs]
+            laid = [Block.of(b, *self.sizes, float(b.self_attn.scaling), self.eps) for b in self.theirs]
             self.blocks, self.seen = [scripted(block) if quick else block for block in laid], now
+
+
+class FastEagle:
+    """`EagleHead.forward` for drafting, by the same function: a layer that reads two inputs."""
+
+    def __init__(self, head: EagleHead):
+        self.head, self.seen = head, list[Any]()
+        self.block: Any = None
+
+    def __call__(self, tokens: Tensor, state: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> Tensor:
+        """As the head's own: `mask` [B or 1, T, S] bool over the slots that `cache` shows."""
+        self._follow()
+        head, c, layer = self.head, self.head.config, self.head.midlayer
+        embedded = head.embed_tokens(tokens)
+        if c.version == 3:
+            normed = layer.hidden_norm(state)
+            inputs = torch.cat([layer.input_layernorm(embedded), normed], -1)
+            state = normed if c.norm_before_residual else state
+        else:
+            inputs = state = head.fc(torch.cat([embedded, state], -1))
+        angles = positions[..., None] * layer.self_attn.frequencies.to(state.device)
+        turn = turned(angles.cos().to(state.dtype), angles.sin().to(state.dtype))
+        dense = torch.zeros(mask.shape, dtype=state.dtype, device=state.device).masked_fill_(~mask, -torch.inf)
+        where, rows, ((flat, seen),) = cache.targets()
+        state = self.block(inputs, state, *turn, flat, where, seen, rows, None, positions, dense[:, None])
+        return head.norm(state) if c.norm_output else state
+
+    def _follow(self) -> None:
+        layer, c = self.head.midlayer, self.head.config
+        now = states(layer)
+        if now != self.seen:
+            block = Block.of(layer, c.num_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, c.rms_norm_eps, True)
+            quick = layer.mlp.up_proj.weight.device.type == "cpu"
+            self.block, self.seen = scripted(block) if quick else block, now
 
 
 class Block(nn.Module):
@@ -89,7 +125,8 @@ class Block(nn.Module):
         self.qkv, self.out, self.gate_up, self.down = qkv, out, gate_up, down
 
     @staticmethod
-    def of(block: Any, heads: int, shared: int, width: int) -> Block:
+    def of(block: Any, heads: int, shared: int, width: int, scale: float, eps: float, eagle: bool = False) -> Block:
+        """From a layer with the names of the family. EAGLE's reads what is normed already, and norms in its own type."""
         attention, mlp = block.self_attn, block.mlp
         own = Block(
             product(attention.q_proj, attention.k_proj, attention.v_proj),
@@ -97,9 +134,12 @@ class Block(nn.Module):
             product(mlp.gate_proj, mlp.up_proj),
             product(mlp.down_proj),
         )
-        own.heads, own.shared, own.width, own.scale = heads, shared, width, float(attention.scaling)
-        own.before, own.between = block.input_layernorm.weight, block.post_attention_layernorm.weight
-        own.eps = float(block.input_layernorm.variance_epsilon)
+        own.heads, own.shared, own.width, own.scale, own.eps = heads, shared, width, scale, eps
+        own.raised = not eagle
+        own.before, own.between = (
+            None if eagle else block.input_layernorm.weight,
+            block.post_attention_layernorm.weight,
+        )
         norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         own.query_norm, own.key_norm = (None if n is None else n.weight for n in norms)
         return own
@@ -107,6 +147,7 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
+        residual: Tensor,
         cos: Tensor,
         sin: Tensor,
         flat: Tensor,
@@ -117,16 +158,17 @@ class Block(nn.Module):
         length: Tensor,
         dense: Tensor | None,
     ) -> Tensor:
-        """x [R, q, H] -> [R, q, H]. `flat` [slots, heads, 2 width] takes K and V at slots `where` [R * q]; `seen` [B, S,
-        heads, 2 width] is what the cache's rows, or those of them that `rows` [R] names, then show."""
-        mixed = self.qkv(norm(x, self.before, self.eps)).unflatten(-1, [-1, self.width])  # [R, q, heads, width]
+        """What is read [R, q, in] and the stream [R, q, H] -> the stream [R, q, H]. `flat` [slots, heads, 2 width] takes K
+        and V at slots `where` [R * q]; `seen` [B, S, heads, 2 width] is what the rows then show, or those of them that
+        `rows` [R] names."""
+        before, query_norm, key_norm = self.before, self.query_norm, self.key_norm
+        mixed = self.qkv(x if before is None else self._norm(x, before)).unflatten(-1, [-1, self.width])
         both = self.heads + self.shared
-        pair = mixed[:, :, :both]
-        query_norm, key_norm = self.query_norm, self.key_norm
+        pair = mixed[:, :, :both]  # of [R, q, heads, width]
         if query_norm is not None and key_norm is not None:
             normed = (
-                norm(pair[:, :, : self.heads], query_norm, self.eps),
-                norm(pair[:, :, self.heads :], key_norm, self.eps),
+                self._norm(pair[:, :, : self.heads], query_norm),
+                self._norm(pair[:, :, self.heads :], key_norm),
             )
             pair = torch.cat(normed, 2)
         pair = pair * cos + pair.roll(self.width // 2, -1) * sin  # rounds as transformers' own
@@ -139,9 +181,17 @@ class Block(nn.Module):
             attended = on_torch(query, key, value, dense, self.scale, query.shape[2] == 1)
         else:
             attended = tree_attention(query, key, value, words, length, self.scale, dense)
-        x = x + self.out(attended.flatten(2))
-        gate, up = self.gate_up(norm(x, self.between, self.eps)).chunk(2, -1)
+        x = residual + self.out(attended.flatten(2))
+        gate, up = self.gate_up(self._norm(x, self.between)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return norm(x, weight, self.eps) if self.raised else torch.rms_norm(x, [x.shape[-1]], weight, self.eps)
+
+
+def turned(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Of half the width [R, q, width / 2] -> what multiplies x, and what multiplies x rolled by half [R, q, 1, width]"""
+    return torch.cat([cos, cos], -1)[:, :, None], torch.cat([-sin, sin], -1)[:, :, None]
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
