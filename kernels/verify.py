@@ -43,12 +43,12 @@ class Uniforms:
 
 @runtime_checkable
 class OneHot(Protocol):
-    """A p that can name the one token that has all mass, where one has, without laying out the whole row."""
+    """A p that can name the one token that has all mass, where one has, without laying out rows of the vocabulary."""
 
     one_hot: bool
 
-    def choice(self, node: Tensor) -> Tensor:
-        """node [B] -> token [B]; -1 where p is no law"""
+    def choices(self) -> Tensor:
+        """-> tokens [B, N]; -1 where p is no law"""
         ...
 
 
@@ -119,16 +119,35 @@ def plain(tree: Tree, p: Probs, rng: Rng) -> Verdict:
 
 def greedy(tree: Tree, p: Probs, rng: Rng) -> Verdict:
     """Accept the child that is p's argmax. p is one-hot; a row that is no law (NaN) accepts nothing and gives -1."""
+    choice = p.choices() if isinstance(p, OneHot) and p.one_hot else _choices(p.all())
     if on_triton(tree.tokens):
-        top = p.all().max(-1)
-        choice = torch.where(top.values > 0, top.indices, -1)
         return greedy_links(tree.tokens, links(tree.parent, tree.valid), tree.levels, choice)
+    return _follow(tree, choice)
 
-    def choose(node: Tensor) -> Tensor:
-        top, token = p(node).max(-1)
-        return torch.where(top > 0, token, -1)
 
-    return walk(tree, GreedyRule(p.choice if isinstance(p, OneHot) and p.one_hot else choose), rng)
+def _choices(p: Tensor) -> Tensor:
+    top, token = p.max(-1)
+    return torch.where(top > 0, token, -1)
+
+
+def _follow(tree: Tree, choice: Tensor) -> Verdict:
+    """The path of the choices [B, N], in a handful of operators: a node is on it if it is what was chosen after its parent,
+    and its parent is on it. Of equal siblings the first counts."""
+    tokens, parent, nodes = tree.tokens, tree.parent.clamp(min=0), tree.tokens.shape[1]
+    right = tree.valid & (tokens == choice.gather(1, parent)) & (tokens >= 0)
+    right[:, 0] = False
+    index = torch.arange(nodes, device=tokens.device)
+    twins = (parent[:, :, None] == parent[:, None]) & right[:, None] & (index < index[:, None])
+    right = right & ~twins.any(-1)  # right twins have the same token
+    right[:, 0] = True
+    on = right
+    for _ in range(tree.levels - 1):
+        on = right & on.gather(1, parent)
+    path = torch.full((tokens.shape[0], tree.levels + 2), -1, dtype=torch.long, device=tokens.device)
+    place = torch.where(on, tree.depth, tree.levels + 1)  # the others land in the spare last column
+    path = path.scatter(1, place, index.expand_as(place))[:, :-1]
+    length = (path >= 0).sum(1)
+    return Verdict(path, length, choice.gather(1, path.gather(1, length[:, None] - 1))[:, 0])
 
 
 def greedy_links(tokens: Tensor, tree_links: Links, levels: int, choice: Tensor) -> Verdict:

@@ -126,18 +126,17 @@ class TreeProbs:
     def one_hot(self) -> bool:
         return self.sampler.temperature == 0
 
-    def choice(self, node: Tensor) -> Tensor:
-        """Where p is one-hot: the token that has it all, at node [B] -> [B]; -1 where the logits give no law."""
-        top, token = self._processed(node).max(-1)
+    def choices(self) -> Tensor:
+        """Where p is one-hot: the token that has it all, at every node [B, N]; -1 where the logits give no law."""
+        top, token = self._processed(self.logits, self.path).max(-1)
         return torch.where(top.abs() < torch.inf, token, -1)
 
     def __call__(self, node: Tensor) -> Tensor:
-        return self.sampler.warp(self._processed(node))
+        path = None if self.path is None else self.path[self.rows, node][:, None]
+        return self.sampler.warp(self._processed(self.logits[self.rows, node][:, None], path))[:, 0]
 
     def all(self) -> Tensor:
-        return self.sampler.warp(self.sampler.process(self.logits, self.step.tokens, self.step.length + 1, self.path))
+        return self.sampler.warp(self._processed(self.logits, self.path))
 
-    def _processed(self, node: Tensor) -> Tensor:
-        path = None if self.path is None else self.path[self.rows, node][:, None]
-        logits = self.logits[self.rows, node][:, None]
-        return self.sampler.process(logits, self.step.tokens, self.step.length + 1, path)[:, 0]
+    def _processed(self, logits: Tensor, path: Tensor | None) -> Tensor:
+        return self.sampler.process(logits, self.step.tokens, self.step.length + 1, path)

@@ -41,7 +41,7 @@ class FastForward:
         self.sizes = config.num_attention_heads, config.num_key_value_heads, width
         self.eps = float(base.norm.variance_epsilon)
         self.theirs, self.seen = blocks, list[Any]()
-        self.blocks: list[Any] = []
+        self.blocks, self.scripts = list[Block](), list[Any]()
 
     @staticmethod
     def serves(model: Any) -> bool:
@@ -64,7 +64,8 @@ class FastForward:
         turn = turned(cos[..., :half], sin[..., :half])
         kept: dict[Tap, Tensor] = {0: x}
         where, rows, layers = cache.targets()
-        for number, (block, (flat, seen)) in enumerate(zip(self.blocks, layers)):
+        blocks = self.scripts if view.dense is not None else self.blocks
+        for number, (block, (flat, seen)) in enumerate(zip(blocks, layers)):
             x = block(x, x, *turn, flat, where, seen, rows, view.words, view.length, view.dense)
             kept[number + 1] = x
         kept["norm"] = norm(x, self.final.weight, self.final.variance_epsilon)
@@ -78,9 +79,9 @@ class FastForward:
         """Lay the blocks out anew where a weight has changed."""
         now = states(self.theirs)
         if now != self.seen:
-            quick = self.embed.weight.device.type == "cpu"
-            laid = [Block.of(b, *self.sizes, float(b.self_attn.scaling), self.eps) for b in self.theirs]
-            self.blocks, self.seen = [scripted(block) if quick else block for block in laid], now
+            self.seen = now
+            self.blocks = [Block.of(b, *self.sizes, float(b.self_attn.scaling), self.eps) for b in self.theirs]
+            self.scripts = [scripted(block) for block in self.blocks]
 
 
 class FastEagle:
@@ -113,8 +114,7 @@ class FastEagle:
         now = states(layer)
         if now != self.seen:
             block = Block.of(layer, c.num_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, c.rms_norm_eps, True)
-            quick = layer.mlp.up_proj.weight.device.type == "cpu"
-            self.block, self.seen = scripted(block) if quick else block, now
+            self.block, self.seen = scripted(block), now
 
 
 class Block(nn.Module):
@@ -200,7 +200,9 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def scripted(module: nn.Module) -> Any:
-    """By TorchScript, which torch calls deprecated and has no successor for that compiles in no time; as it is without."""
+    """By TorchScript on a CPU: torch calls it deprecated, and has no successor that compiles in no time. As it is elsewhere."""
+    if next(module.parameters()).device.type != "cpu":
+        return module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
