@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specresearch.kernels.sampling import raise_half, warp
+from specresearch.kernels.sampling import largest, raise_half, warp
 from specresearch.kernels.tree import node_paths
 from specresearch.types import Frontier, Step, Tree, UserError
 
@@ -128,8 +128,8 @@ class TreeProbs:
 
     def choices(self) -> Tensor:
         """Where p is one-hot: the token that has it all, at every node [B, N]; -1 where the logits give no law."""
-        top, token = self._processed(self.logits, self.path).max(-1)
-        return torch.where(top.abs() < torch.inf, token, -1)
+        top, token = largest(self._processed(self.logits, self.path), 1)
+        return torch.where(top.abs() < torch.inf, token, -1)[..., 0]
 
     def __call__(self, node: Tensor) -> Tensor:
         path = None if self.path is None else self.path[self.rows, node][:, None]

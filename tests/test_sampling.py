@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from specresearch.kernels.sampling import pick, warp
+from specresearch.kernels.sampling import largest, pick, warp
 from specresearch.rng import ACCEPT, DRAFT, RESIDUAL, CounterRng, mix, row_key
 from specresearch.sampling import Sampler
 from specresearch.types import Frontier, Step, Tree, UserError
@@ -450,3 +450,19 @@ def test_chi_square_of_50000_draws(how):
     expected = law[0, used] * count
     chi2 = float(((seen[used] - expected) ** 2 / expected).sum())
     assert chi2 < 30 + 5 * math.sqrt(2 * 30)
+
+
+@pytest.mark.parametrize("shape", [(1, 4096), (2, 3, 8192), (5, 100), (2, 4160), (1, 4097)])
+@pytest.mark.parametrize("count", [1, 4, 70])
+def test_the_largest_are_those_of_topk(shape, count):
+    x = torch.randn(shape)
+    x[..., ::7] = -torch.inf
+    for rows in (x, torch.full(shape, -torch.inf).index_fill(-1, torch.tensor([shape[-1] - 1]), 1.0)):
+        values, indices = largest(rows, count)
+        assert torch.equal(values, rows.topk(count).values)
+        assert torch.equal(rows.gather(-1, indices), values)
+        assert all(len(set(row)) == count for row in indices.flatten(0, -2).tolist()), "each once"
+    ties = torch.zeros(shape)
+    assert torch.equal(largest(ties, 1)[1], ties.max(-1, keepdim=True).indices), "the first, as argmax gives it"
+    x[..., 5] = torch.nan
+    assert largest(x, count)[0][..., 0].isnan().all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specresearch.kernels.sampling import largest
 from specresearch.types import Ask, Frontier, Law, Step, UserError
 
 MOST_NODES = 1024  # of a tree, so that a slip of the pen does not fill the memory
@@ -67,7 +68,7 @@ class Growth:
         """
         count = min(count, score.shape[-1])
         if draw == "topk":
-            logp, tokens = score.topk(count, dim=-1)
+            logp, tokens = largest(score, count)
             return torch.where(logp > -torch.inf, tokens, 0), logp
         assert q is not None
         tokens = self._draw(q, count, draw == "without_replacement")
