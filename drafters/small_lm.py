@@ -14,8 +14,6 @@ from specresearch.models.linear import halve
 from specresearch.models.loading import load, require_same_vocabulary, resolve_dtype
 from specresearch.types import Drafter, Frontier, Step, Target, Tree, UserError, Verdict
 
-MOST_LAG = 64  # tokens that may wait until somebody asks: one pass over many costs little more than one over one
-
 
 class SmallLM(Drafter):
     """Its cache lags behind the target's by the tokens since it was last asked: they are fed, with the next root, in one
@@ -44,7 +42,8 @@ class SmallLM(Drafter):
         self.vocabulary = getattr(self.model.model, "vocabulary", None)  # a distilled one knows some tokens alone
 
     def reserve(self, batch: int, capacity: int, slots: int) -> None:
-        self.model.reserve(batch, capacity, max(slots, MOST_LAG + 1))
+        self.model.reserve(batch, capacity, slots)
+        self.most = slots  # tokens that may wait: one pass over many costs little more than one over one
         self.length = torch.zeros(batch, dtype=torch.long, device=self.model.device)  # tokens in this model's cache
         self.lag = 0  # most tokens by which it can be behind
 
@@ -81,7 +80,7 @@ class SmallLM(Drafter):
 
     def commit(self, step: Step, tree: Tree, verdict: Verdict, features: Tensor | None) -> None:
         fresh = verdict.path.shape[1]
-        if self.lag + fresh > MOST_LAG:
+        if self.lag + fresh > self.most:
             self._root(step)
         self.lag += fresh  # the tokens themselves come from the loop's history, in `_root`
 

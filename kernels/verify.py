@@ -134,7 +134,7 @@ def _follow(tree: Tree, choice: Tensor) -> Verdict:
     """The path of the choices [B, N], in a handful of operators: a node is on it if it is what was chosen after its parent,
     and its parent is on it. Of equal siblings the first counts."""
     tokens, parent, nodes = tree.tokens, tree.parent.clamp(min=0), tree.tokens.shape[1]
-    right = tree.valid & (tokens == choice.gather(1, parent)) & (tokens >= 0)
+    right = tree.valid & (tokens == choice.gather(1, parent)) & (tokens >= 0) & (tree.depth <= tree.levels)
     right[:, 0] = False
     index = torch.arange(nodes, device=tokens.device)
     twins = (parent[:, :, None] == parent[:, None]) & right[:, None] & (index < index[:, None])

@@ -35,7 +35,7 @@ def cells(printed: str) -> dict[tuple[str, str], dict[str, str]]:
 
 def test_the_matrix(printed):
     found = cells(printed)
-    assert len(found) == 15
+    assert len(found) == 18
     row = found["static", "iid"]
     assert (row["rejection"], row["spectr"], row["traversal"], row["block"]) == ("yes", "yes", "-", "-")
     row = found["chain", "iid"]

@@ -40,7 +40,8 @@ class FastForward:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.sizes = config.num_attention_heads, config.num_key_value_heads, width
         self.eps = float(base.norm.variance_epsilon)
-        self.theirs, self.seen = blocks, list[Any]()
+        self.theirs: Any = blocks
+        self.seen = list[Any]()
         self.blocks, self.scripts = list[Block](), list[Any]()
 
     @staticmethod
@@ -80,7 +81,7 @@ class FastForward:
         now = states(self.theirs)
         if now != self.seen:
             self.seen = now
-            self.blocks = [Block.of(b, *self.sizes, float(b.self_attn.scaling), self.eps) for b in self.theirs]
+            self.blocks = [Block.of(b, *self.sizes, b.self_attn.scaling, self.eps) for b in self.theirs]
             self.scripts = [scripted(block) for block in self.blocks]
 
 
@@ -119,6 +120,17 @@ class FastEagle:
 
 class Block(nn.Module):
     """One block of the family; layers that read the same input are one product."""
+
+    heads: int
+    shared: int  # heads of K and V
+    width: int
+    scale: float
+    eps: float
+    raised: bool  # norms are computed in float32
+    before: Tensor | None
+    between: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
 
     def __init__(self, qkv: nn.Module, out: nn.Module, gate_up: nn.Module, down: nn.Module):
         super().__init__()
@@ -176,7 +188,7 @@ class Block(nn.Module):
         flat.index_copy_(0, where, packed.flatten(0, 1))
         seen = (seen if rows is None else seen.index_select(0, rows)).transpose(1, 2)
         query, key, value = pair[:, :, : self.heads].transpose(1, 2), seen[..., : self.width], seen[..., self.width :]
-        if torch.jit.is_scripting():
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
             assert dense is not None
             attended = on_torch(query, key, value, dense, self.scale, query.shape[2] == 1)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -70,16 +71,17 @@ class MedusaHeads(nn.Module):
         else:
             self.lm_heads = nn.ModuleList(Linear(c.hidden_size, c.draft_vocab_size, bias=False) for _ in range(c.heads))
         self.vocabulary = DraftVocabulary(c.vocab_size, c.draft_vocab_size)
-        self.first = Joined(*(blocks[0].linear for blocks in self.blocks)) if c.layers else None
+        heads: Any = self.blocks
+        self.first = Joined(*(blocks[0].linear for blocks in heads)) if c.layers else None
 
     def hidden(self, features: Tensor) -> Tensor:
         """Features [..., H] after the target's final norm -> what each head lays against the vocabulary [..., heads, H]."""
-        c = self.config
+        c, heads = self.config, cast(Any, self.blocks)
         x = features[..., None, :].expand(*features.shape[:-1], c.heads, -1)
         if self.first is None:
             return x
         x = x + F.silu(self.first(features).unflatten(-1, (c.heads, c.hidden_size)))  # all heads read the same
-        deeper = [blocks[1:](x[..., k, :]) for k, blocks in enumerate(self.blocks)] if c.layers > 1 else None
+        deeper = [blocks[1:](x[..., k, :]) for k, blocks in enumerate(heads)] if c.layers > 1 else None
         return x if deeper is None else torch.stack(deeper, -2)
 
     def forward(self, features: Tensor) -> Tensor:
