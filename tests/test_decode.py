@@ -7,7 +7,8 @@ from helpers import decode, drafters, naive_greedy, trees
 
 from specresearch.drafters.small_lm import SmallLM
 from specresearch.sampling import Sampler
-from specresearch.types import Drafter, UserError
+from specresearch.trees.static import Chain
+from specresearch.types import Drafter, Tree, UserError
 from specresearch.verifiers.greedy import Greedy
 from specresearch.verifiers.rejection import Rejection
 from specresearch.verifiers.target_only import TargetOnly
@@ -167,3 +168,37 @@ def test_nothing_matches_costs_a_plain_step(target):
     lookup = NGram(target, max_n=3, min_n=3, order="recency", backoff=0.001)
     (turn,) = decode(target, [[1, 2, 3]], drafter=lookup, policy=trees()["dynamic"], budget=2)
     assert [len(step["tokens"]) for step in turn.steps] == [1]
+
+
+@pytest.mark.parametrize("slots", [3, 40])
+@pytest.mark.parametrize("name", ["small_lm", "early_exit"])
+def test_steps_in_which_nobody_asked_leave_no_gap(target, draft_folder, prompts, expected, name, slots):
+    """A draft model that was left alone for some steps proposes what it would have proposed anyway."""
+
+    class Moody(Chain):
+        turn = 0
+
+        def grow(self, step, ask):
+            self.turn += 1
+            return super().grow(step, ask) if self.turn % 9 == 0 else Tree.of_root(step)
+
+        @property
+        def asked(self):
+            return slots
+
+    def proposals(policy):
+        """Drafted tokens by question and number of tokens known."""
+        turns = decode(target, prompts, drafter=drafters(target, draft_folder)[name], policy=policy, batch=2)
+        assert [turn.output_ids for turn in turns] == expected
+        found = {}
+        for turn in turns:
+            known = 1
+            for step in turn.steps:
+                if len(step["tokens"]) > 1:
+                    found[turn.job.id, known] = step["tokens"]
+                known += step["emitted"]
+        return found
+
+    always, moody = proposals(Chain(depth=2, temperature=0)), proposals(Moody(depth=2, temperature=0))
+    both = always.keys() & moody.keys()
+    assert len(both) >= 3 and all(always[key] == moody[key] for key in both)
