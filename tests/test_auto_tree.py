@@ -173,6 +173,7 @@ class Chainless(Drafter):
         ({"draft_cost": -1}, "tree.draft_cost"),
         ({"depth": 0}, "tree.depth"),
         ({"size": 4}, "tree.size=7"),
+        ({"size": "auto"}, "use tree=auto"),
     ],
 )
 def test_impossible_settings_are_refused(given, says):
