@@ -36,8 +36,10 @@ class FastForward:
         base, config = model.base_model, model.config
         self.embed, self.final, self.head, self.rotary = base.embed_tokens, base.norm, head, base.rotary_emb
         self.width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.heads, self.shared = config.num_attention_heads, config.num_key_value_heads
         self.blocks = [_Block(block) for block in blocks]
+        first: Any = blocks[0]  # a rank may have some of the heads
+        self.heads = first.self_attn.q_proj.out_features // self.width
+        self.shared = first.self_attn.k_proj.out_features // self.width
 
     @staticmethod
     def serves(model: Any) -> bool:
