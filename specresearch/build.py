@@ -60,7 +60,9 @@ def make_target(cfg: DictConfig) -> Target:
     group = current()
     if group is None or cfg.target.get("tp", 1) == 1:
         return make(cfg, "target")
-    return group.everywhere(_take_part, {g: OmegaConf.to_container(cfg[g], resolve=True) for g in ("kernels", "target")})
+    return group.everywhere(
+        _take_part, {g: OmegaConf.to_container(cfg[g], resolve=True) for g in ("kernels", "target")}
+    )
 
 
 def _take_part(group: Group, config: dict[str, Any]) -> Target:

@@ -200,8 +200,8 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool, sweep: Path | None) -> 
         try:
             answers = plain_answers(cfg, parts, settings, sweep)
             shown = on_tokens if streaming else None
-            if sharing:
-                sharing.collect(folder)
+            if resumed:
+                shards.recover(folder)
             measured = Run(parts, questions, settings, folder, resumed, on_turn, shown, answers)
             bar.update(task, completed=len(measured.lines))
             with profiler(settings.profile, folder):

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -59,9 +59,10 @@ class Group:
     """The ranks of one run, as one of them sees it."""
 
     def __init__(self, rank: int, world: int, store: Any):
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        gpus = torch.cuda.device_count()
+        if gpus:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % gpus)
+        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PASS)
         self.orders, self.words = (dist.new_group(backend="gloo", timeout=WAIT) for _ in range(2))
         self.rank, self.world, self.store = rank, world, store
@@ -70,7 +71,7 @@ class Group:
         self.models: dict[int, Any] = {}  # of a follower, by number
         self.count, self.forgotten = 0, list[int]()
         self.done, self.gone, self.lost = set[int](), set[int](), list[int]()  # followers, as rank 0 hears of them
-        self.interrupted = -SECOND
+        self.interrupted, self.held = -SECOND, False  # when Ctrl-C came last; whether one waits for the end of a pass
         if rank == 0:
             self._lead()
 
@@ -103,8 +104,12 @@ class Group:
     def _interrupt(self, *_: Any) -> None:
         now, before = time.monotonic(), self.interrupted
         self.interrupted = now
-        if now - before >= SECOND:
-            raise KeyboardInterrupt
+        if now - before < SECOND:
+            return
+        if self.depth and before < 0:  # not in the middle of what the others take part in, unless the user insists
+            self.held = True
+            return
+        raise KeyboardInterrupt
 
     def _why(self, patience: float = 2.0) -> str | None:
         """Who is lost; a connection breaks a moment before or after that is known."""
@@ -125,13 +130,14 @@ class Group:
         """`call(group, *args, **kwargs)` on all ranks at once -> what it returns here."""
         if self.depth:
             return call(self, *args, **kwargs)
-        self.order(call, *args, alike=True, **kwargs)
-        return self._within(call, *args, **kwargs)
+        order = functools.partial(self.order, call, *args, alike=True, **kwargs)
+        return self.within(lambda: (order(), call(self, *args, **kwargs))[1])
 
-    def _within(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def within(self, call: Callable[[], Any]) -> Any:
+        """What the ranks do together."""
         self.depth += 1
         try:
-            return call(self, *args, **kwargs)
+            return call()
         except UserError:
             raise
         except BaseException as fault:
@@ -141,6 +147,9 @@ class Group:
             raise
         finally:
             self.depth -= 1
+            if self.held and not self.depth:
+                self.held = False
+                raise KeyboardInterrupt
 
     def wait(self, seconds: float, tick: Callable[[], None] = lambda: None) -> bool:
         """Until all followers have done what was ordered, `seconds` at most -> whether they have."""
@@ -155,8 +164,9 @@ class Group:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.store.set("left", "1")  # so that nobody takes it for a death
         if not self.broken and not self.lost:
-            self._send(None)
-            self.wait_for_goodbyes()
+            with suppress(UserError):
+                self._send(None)
+                self.wait_for_goodbyes()
         _exit(status)
 
     def wait_for_goodbyes(self, seconds: float = 10.0) -> None:
@@ -177,7 +187,7 @@ class Group:
                 for number in order.forgotten:
                     self.models.pop(number, None)
                 try:
-                    self._within(order.call, *order.args, **order.kwargs)
+                    self.within(functools.partial(order.call, self, *order.args, **order.kwargs))
                 except UserError as error:
                     mistake = error
                     if not order.alike:
@@ -246,8 +256,8 @@ def together(method: F) -> F:
         if group is None or group.depth:
             return method(self, *args, **kwargs)
         sent = [_packed(arg) for arg in args], {name: _packed(arg) for name, arg in kwargs.items()}
-        group.order(_take_part, self.number, method.__name__, *sent, alike=True)
-        return group._within(lambda _: method(self, *args, **kwargs))
+        order = functools.partial(group.order, _take_part, self.number, method.__name__, *sent, alike=True)
+        return group.within(lambda: (order(), method(self, *args, **kwargs))[1])
 
     return call  # type: ignore[return-value]
 

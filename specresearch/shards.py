@@ -35,6 +35,12 @@ def require_supported(arguments: Sequence[str], command: str, group: Group) -> N
         )
 
 
+def recover(folder: Path) -> None:
+    """Take over what the ranks of a try that was killed had finished."""
+    if any(folder.glob("rank-*")):
+        collect(folder)
+
+
 class Sharing:
     """Rank 0's part of a run whose questions are shared."""
 
@@ -45,11 +51,6 @@ class Sharing:
     def others(self) -> int:
         """Answers that the followers have finished."""
         return int(self.group.store.add(COUNTER, 0))
-
-    def collect(self, folder: Path) -> None:
-        """What an earlier try left."""
-        if any(folder.glob("rank-*")):
-            collect(folder)
 
     def execute(self, run: Run, cfg: DictConfig) -> None:
         """Answer what is left, all ranks side by side. Whatever happens, finished blocks of all ranks end up in the run."""

@@ -1,5 +1,6 @@
 """Several ranks in tests: forks of this process, since torchrun's processes would each import everything again."""
 
+import faulthandler
 import os
 import signal
 import socket
@@ -26,18 +27,23 @@ class Ended:
 
 
 def launch(
-    folder: Path, *arguments: str, world: int = 2, seconds: float = 60, plant: Callable[[int], None] = lambda rank: None
+    folder: Path,
+    *arguments: str,
+    world: int = 2,
+    seconds: float = 120,
+    plant: Callable[[int], None] = lambda rank: None,
+    meanwhile: Callable[[list[int]], None] = lambda pids: None,
 ) -> Ended:
-    """The command line in `world` processes, as torchrun would start it. `plant(rank)` puts a fault into one of them; what
-    has not ended after `seconds` is killed (status 137)."""
+    """The command line in `world` processes, as torchrun would start it. `plant(rank)` puts a fault into one of them,
+    `meanwhile` is called now and then; what has not ended after `seconds` is killed (status 137)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     pids = [_start(rank, world, port, folder, arguments, plant) for rank in range(world)]
-    return wait(pids, folder, seconds)
+    return _wait(pids, folder, seconds, meanwhile)
 
 
-def wait(pids: list[int], folder: Path, seconds: float) -> Ended:
+def _wait(pids: list[int], folder: Path, seconds: float, meanwhile: Callable[[list[int]], None]) -> Ended:
     left, statuses, until = set(pids), dict[int, int](), time.monotonic() + seconds
     while left:
         for pid in list(left):
@@ -50,6 +56,7 @@ def wait(pids: list[int], folder: Path, seconds: float) -> Ended:
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
             until = float("inf")
+        meanwhile(sorted(left))
         time.sleep(0.02)
     outputs = [(folder / f"out.{rank}").read_text() for rank in range(len(pids))]
     return Ended([statuses[pid] for pid in pids], outputs)
@@ -62,6 +69,7 @@ def _start(
     if pid:
         return pid
     try:
+        faulthandler.disable()  # pytest's, which would write into its output
         out = os.open(folder / f"out.{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(out, stream)

@@ -4,6 +4,7 @@ of the attention heads and of the MLP; embedding and vocabulary matrix are whole
 from __future__ import annotations
 
 import math
+import os
 import re
 from typing import Any
 
@@ -28,6 +29,8 @@ def require_group(tp: Any) -> Group | None:
         raise UserError(
             f"target.tp={tp} and {there}: start it with  torchrun --nproc-per-node={tp} -m specresearch target.tp={tp} ..."
         )
+    if 0 < (gpus := torch.cuda.device_count()) < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        raise UserError(f"target.tp={tp} needs a GPU for each process of a machine, and here are {gpus}")
     return group
 
 
@@ -47,6 +50,8 @@ def require_divides(config: Any, tp: int, name: str) -> None:
 
 def load_sharded(id: str, group: Group, **kwargs: Any) -> Any:
     """Each rank reads its own part of the weights. Raises UserError for a model that cannot be split so."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(id, revision=kwargs.get("revision"))
     require_divides(config, group.world, config.model_type if "/" in id else id)
     if not getattr(config.get_text_config(), "base_model_tp_plan", None):

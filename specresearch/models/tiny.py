@@ -7,6 +7,7 @@ import tempfile
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import logging as transformers_logging
 
 from specresearch.models.hf import HFModel
 from specresearch.models.loading import resolve_device, resolve_dtype
@@ -24,7 +25,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load(
-    *, dtype: str | None = None, device: str = "auto", seed: int = 0, layers: int = 2, vocab_size: int | None = None, tp: int = 1
+    *,
+    dtype: str | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    layers: int = 2,
+    vocab_size: int | None = None,
+    tp: int = 1,
 ) -> HFModel:
     group = require_group(tp)
     tokenizer = byte_tokenizer()
@@ -52,6 +59,7 @@ def load(
         with tempfile.TemporaryDirectory() as folder:  # a model is split as it is read
             place = group.agree(folder)
             if not group.rank:
+                transformers_logging.disable_progress_bar()
                 model.save_pretrained(place)
             group.agree(None)
             model = load_sharded(place, group, dtype=model.dtype)
