@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from specresearch.types import Step, Tree, UserError, Verdict
 
@@ -80,7 +81,7 @@ class Group:
     def _lead(self) -> None:
         for rank in range(1, self.world):
             threading.Thread(target=self._listen, args=[rank], daemon=True).start()
-        signal.signal(signal.SIGTERM, self._stopped)
+        signal.signal(signal.SIGTERM, self._ended)
         signal.signal(signal.SIGINT, self._interrupt)
 
     def _listen(self, rank: int) -> None:
@@ -95,7 +96,7 @@ class Group:
             self.lost.append(rank)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
-    def _stopped(self, *_: Any) -> None:
+    def _ended(self, *_: Any) -> None:
         """A follower has died, or torchrun ends the others because of it."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.broken = True
@@ -142,14 +143,23 @@ class Group:
             raise
         except BaseException as fault:
             self.broken = True
-            if isinstance(fault, RuntimeError) and self.rank == 0 and (why := self._why()):
-                raise UserError(why) from None
+            if isinstance(fault, RuntimeError) and self.rank == 0:
+                late = f"a rank has been silent for {PASS.total_seconds():g} s in the middle of a pass: the run ends"
+                if why := self._why() or ("imed out" in str(fault) and late):
+                    raise UserError(why) from None
             raise
         finally:
             self.depth -= 1
             if self.held and not self.depth:
                 self.held = False
                 raise KeyboardInterrupt
+
+    def stop(self) -> None:
+        """Ask the followers to leave their own work where it is."""
+        self.store.set("stop", "1")
+
+    def stopped(self) -> bool:
+        return bool(self.store.check(["stop"]))
 
     def wait(self, seconds: float, tick: Callable[[], None] = lambda: None) -> bool:
         """Until all followers have done what was ordered, `seconds` at most -> whether they have."""
@@ -199,6 +209,8 @@ class Group:
             if not self._left():
                 also = f" (before that: {mistake})" if mistake is not None and mistake is not error else ""
                 what = error if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                if isinstance(error, RuntimeError) and "onnection" in str(error):
+                    what = "another rank has ended"
                 print(f"error: rank {self.rank}: {' '.join(f'{what}{also}'.split())}", file=speak, flush=True)
             _exit(1)
         _exit(0)
@@ -305,18 +317,6 @@ def join() -> Group | None:
     global _group
     named = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     if _group is None and named and int(os.environ["WORLD_SIZE"]) > 1:
-        store, rank, world = next(iter(dist.rendezvous("env://")))
+        store, rank, world = next(iter(rendezvous("env://")))
         _group = Group(rank, world, store)
     return _group
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Where a follower works by itself, Ctrl-C ends that work; what is finished of it is kept."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    except KeyboardInterrupt:
-        pass
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -1,8 +1,9 @@
-"""Data parallel: each rank answers a share of the blocks of questions, in a folder of its own; rank 0 brings all into one run."""
+"""Data parallel: each rank answers some blocks of questions, in a folder of its own; rank 0 brings all into one run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,9 @@ class Sharing:
             self.group.wait(float("inf"), lambda: run.on_turn({"steps": []}, run.lines, run.blocks))
             complete = True
         finally:
-            if not complete and not self.group.wait(0 if self.group.lost else TO_STOP):
-                self.group.broken = True
+            if not complete:
+                self.group.stop()
+                self.group.broken |= not self.group.wait(0 if self.group.lost else TO_STOP)
             collect(run.folder)
             run.reload()
 
@@ -93,6 +95,10 @@ def answer(group: Group, config: dict[str, Any], folder: str, shares: Sequence[S
     def count(*_: Any) -> None:
         group.store.add(COUNTER, 1)
 
-    run = Run(build(cfg), questions, settings, own, False, count, rank=group.rank)
-    with parallel.interruptible():
+    def heed(_: Any) -> None:
+        if group.stopped():
+            raise KeyboardInterrupt
+
+    run = Run(build(cfg), questions, settings, own, False, count, heed, rank=group.rank)
+    with suppress(KeyboardInterrupt):  # what is finished is kept
         run.execute(shares[group.rank])

@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,8 +21,8 @@ from specresearch.models.sharded import require_divides
 from specresearch.run import Run
 from specresearch.types import UserError
 
-OWN = ("target=tiny", "target.dtype=float64", "tracker=none", "report=false", "max_new_tokens=12", "tree.depth=2")
-EARLY_EXIT = ("drafter=small_lm", "drafter.layers=1", "tree.topk=2", "tree.size=5")
+OWN = ("target=tiny", "target.dtype=float64", "tracker=none", "report=false", "max_new_tokens=24", "tree.depth=2")
+EARLY_EXIT = ("drafter=small_lm", "drafter.layers=1", "tree.topk=6", "tree.size=16")
 SAMPLED = ("drafter=small_lm", "drafter.layers=1", "tree=chain", "temperature=0.9", "batch_size=2")
 
 
@@ -38,6 +40,12 @@ def summary(folder: Path) -> dict:
 
 def blocks(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "blocks.jsonl").read_text().splitlines()]
+
+
+def moved(folder: Path) -> int:
+    """Accepted nodes whose K and V lay elsewhere in the cache: ranks that miss the verdict go on from others."""
+    lines = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
+    return sum(node != place for line in lines for step in line["steps"] for place, node in enumerate(step["path"]))
 
 
 def noise(rank: int) -> None:
@@ -84,6 +92,8 @@ def test_rank_0_decides_whatever_another_rank_computes(tmp_path, alone, given):
     assert answers(tmp_path / "run") == alone[given][:4]
     assert summary(tmp_path / "run")["lossless"]["verdict"] in ("lossless", "consistent")
     assert ended.outputs[1] == "" and "losslessness" in ended.outputs[0]
+    if given == EARLY_EXIT:
+        assert moved(tmp_path / "run"), "no accepted node had to move in the cache, so a lost verdict would go unseen"
 
 
 def test_without_broadcasts_such_ranks_part(tmp_path, alone):
@@ -125,6 +135,17 @@ def test_a_rank_that_dies_in_a_pass_is_reported(tmp_path):
     assert "error: rank 1 of 2 has ended, and the run with it" in ended.outputs[0]
     assert "Traceback" not in ended.outputs[0]
     assert 1 <= len(blocks(tmp_path / "run")) < 40
+
+
+def test_a_rank_that_hangs_in_a_pass_is_given_up(tmp_path):
+    def plant(rank):
+        parallel.PASS = timedelta(seconds=5)
+        if rank:
+            HFModel.commit = lambda *_: (time.sleep(15), os._exit(7))
+
+    ended = run(tmp_path, "target.tp=2", "drafter=ngram", "limit=1", "baseline=false", plant=plant)
+    assert ended.statuses == [1, 7], ended.outputs
+    assert "error: a rank has been silent for 5 s" in ended.outputs[0]
 
 
 def test_an_error_of_another_rank_is_said(tmp_path):
@@ -244,3 +265,45 @@ def test_ctrl_c_of_a_shared_run_keeps_what_both_have_finished(tmp_path):
     assert ended.statuses == [130, 0], ended.outputs
     assert {block["rank"] for block in blocks(made)} == {0, 1}
     assert summary(made)["prompts"] == len(answers(made)) < 56
+
+
+# -- torchrun itself -----------------------------------------------------------------------------------------------------------
+
+
+def torchrun(folder: Path, *arguments: str) -> subprocess.Popen:
+    start = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "specresearch", *arguments]
+    with (folder / "said").open("w") as said:
+        return subprocess.Popen([sys.executable, *start], stdout=said, stderr=said, cwd=Path(__file__).parents[1])
+
+
+def when(done, seconds: float = 300) -> None:
+    until = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["target.tp=2", "target.tp=1"])
+@pytest.mark.parametrize("end", ["dead", "interrupted"])
+def test_torchrun_ends_soon_and_keeps_what_is_finished(tmp_path, how, end):
+    made = tmp_path / "run"
+    given = (*OWN, how, "drafter=ngram", "baseline=false", "check=false", "max_new_tokens=100")
+    group = torchrun(tmp_path, *given, f"hydra.run.dir={made}")
+    when(lambda: (made / "blocks.jsonl").exists() and blocks(made))
+    began = time.monotonic()
+    if end == "dead":
+        os.kill(children(group.pid)[1], signal.SIGKILL)
+    else:
+        group.send_signal(signal.SIGINT)
+    assert group.wait(60) != 0
+    assert time.monotonic() - began < 30
+    said = (tmp_path / "said").read_text()
+    assert ("error: rank 1 of 2 has ended" if end == "dead" else "interrupted") in said, said
+    assert 1 <= len(blocks(made)) < 56
+    if end == "interrupted":
+        assert summary(made)["interrupted"] and not list(made.glob("rank-*"))

@@ -45,7 +45,8 @@ def load(
     tp: int = 1,
 ) -> HFModel:
     """A model from the Hub or a local folder. `weights` = float16: its matrices are rounded to half precision, once, and
-    all arithmetic stays float32. `tp`: ranks that share it, all of which make this call. Raises UserError if it cannot be had or cannot be used."""
+    all arithmetic stays float32. `tp`: ranks that share it, all of which make this call. Raises UserError if it cannot be
+    had or cannot be used."""
     if not isinstance(id, str) or not id:
         raise UserError(f"a model's id is a text, not {id}: use target.id=<Hub id or folder>")
     transformers.logging.set_verbosity_error()

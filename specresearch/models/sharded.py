@@ -89,7 +89,7 @@ def localise(model: Any, group: Group) -> None:
         module.out_features, module.in_features = module.weight.shape
         if style == "rowwise":
             if group.rank and module.bias is not None:
-                module.bias = None  # it is added once
+                module._parameters["bias"] = None  # it is added once
             module.register_forward_hook(_summed)
 
 
