@@ -144,8 +144,7 @@ class Group:
         except BaseException as fault:
             self.broken = True
             if isinstance(fault, RuntimeError) and self.rank == 0:
-                late = f"a rank has been silent for {PASS.total_seconds():g} s in the middle of a pass: the run ends"
-                if why := self._why() or ("imed out" in str(fault) and late):
+                if why := self._why() or ("imed out" in str(fault) and _silent()):
                     raise UserError(why) from None
             raise
         finally:
@@ -227,9 +226,9 @@ class Group:
         data = torch.frombuffer(bytearray(pickle.dumps(order)), dtype=torch.uint8)
         try:
             for part in (torch.tensor([len(data)]), data):
-                dist.broadcast(part, 0, group=self.orders)
+                dist.broadcast(part, 0, group=self.orders, async_op=True).wait(PASS)
         except RuntimeError:
-            raise UserError(self._why() or "the other ranks cannot be reached") from None
+            raise UserError(self._why() or _silent()) from None
 
     def _receive(self) -> Order | None:
         size = torch.zeros(1, dtype=torch.long)
@@ -295,6 +294,10 @@ def _unpacked(value: Any, device: torch.device) -> Any:
     if isinstance(value, SimpleNamespace):
         return SimpleNamespace(**{name: _unpacked(field, device) for name, field in vars(value).items()})
     return value
+
+
+def _silent() -> str:
+    return f"a rank has been silent for {PASS.total_seconds():g} s in the middle of a pass: the run ends"
 
 
 def _exit(status: int) -> NoReturn:

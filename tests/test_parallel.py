@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 
 from specresearch import parallel, shards
 from specresearch.models import tiny
+from specresearch.models.fast import FastForward
 from specresearch.models.hf import HFModel
 from specresearch.models.sharded import require_divides
 from specresearch.run import Run
@@ -87,7 +88,7 @@ def alone(tmp_path_factory) -> dict[tuple[str, ...], list[list[int]]]:
 
 @pytest.mark.parametrize("given", [EARLY_EXIT, SAMPLED], ids=["greedy tree", "sampled chain, batched"])
 def test_rank_0_decides_whatever_another_rank_computes(tmp_path, alone, given):
-    ended = run(tmp_path, "target.tp=2", *given, "limit=4", plant=noise)
+    ended = run(tmp_path, "target.tp=2", *given, "limit=4", "baseline=false", plant=noise)
     assert ended.statuses == [0, 0], ended.outputs
     assert answers(tmp_path / "run") == alone[given][:4]
     assert summary(tmp_path / "run")["lossless"]["verdict"] in ("lossless", "consistent")
@@ -112,8 +113,12 @@ def test_without_broadcasts_such_ranks_part(tmp_path, alone):
     assert answers(tmp_path / "equal") == answers(tmp_path / "equal-of-rank-1") == alone[EARLY_EXIT][:2]
 
 
+@pytest.mark.slow
 def test_transformers_own_forward_is_split_too(tmp_path, alone):
-    ended = run(tmp_path, "target.tp=2", "target.fast=off", *EARLY_EXIT, "limit=2", "baseline=false")
+    def plant(rank):
+        FastForward.serves = staticmethod(lambda model: False)
+
+    ended = run(tmp_path, "target.tp=2", *EARLY_EXIT, "limit=2", "baseline=false", plant=plant)
     assert ended.statuses == [0, 0], ended.outputs
     assert answers(tmp_path / "run") == alone[EARLY_EXIT][:2]
 
@@ -137,6 +142,7 @@ def test_a_rank_that_dies_in_a_pass_is_reported(tmp_path):
     assert 1 <= len(blocks(tmp_path / "run")) < 40
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_a_pass_is_given_up(tmp_path):
     def plant(rank):
         parallel.PASS = timedelta(seconds=5)
@@ -148,6 +154,7 @@ def test_a_rank_that_hangs_in_a_pass_is_given_up(tmp_path):
     assert "error: a rank has been silent for 5 s" in ended.outputs[0]
 
 
+@pytest.mark.slow
 def test_an_error_of_another_rank_is_said(tmp_path):
     def plant(rank):
         if rank:
