@@ -143,9 +143,9 @@ class Group:
             raise
         except BaseException as fault:
             self.broken = True
-            if isinstance(fault, RuntimeError) and self.rank == 0:
-                if why := self._why() or ("imed out" in str(fault) and _silent()):
-                    raise UserError(why) from None
+            why = self._why() if isinstance(fault, RuntimeError) and self.rank == 0 else None
+            if why or (isinstance(fault, RuntimeError) and "imed out" in str(fault)):
+                raise UserError(why or _silent()) from None
             raise
         finally:
             self.depth -= 1
