@@ -228,6 +228,7 @@ class Group:
             for part in (torch.tensor([len(data)]), data):
                 dist.broadcast(part, 0, group=self.orders, async_op=True).wait(PASS)
         except RuntimeError:
+            self.broken = True
             raise UserError(self._why() or _silent()) from None
 
     def _receive(self) -> Order | None:
