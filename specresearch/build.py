@@ -17,6 +17,7 @@ from specresearch import overrides as command
 from specresearch.conversations import Settings
 from specresearch.decode import Decoder, Emission, Job, Parts
 from specresearch.fit import check_fit
+from specresearch.parallel import Group, current
 from specresearch.sampling import Sampler
 from specresearch.types import Drafter, Target, UserError
 
@@ -54,6 +55,22 @@ def sampler_of(cfg: DictConfig) -> Sampler:
     return Sampler(**{name: values[name] for name in SAMPLING})
 
 
+def make_target(cfg: DictConfig) -> Target:
+    """The target; with `target.tp`, made by all ranks at once."""
+    group = current()
+    if group is None or cfg.target.get("tp", 1) == 1:
+        return make(cfg, "target")
+    return group.everywhere(
+        _take_part, {g: OmegaConf.to_container(cfg[g], resolve=True) for g in ("kernels", "target")}
+    )
+
+
+def _take_part(group: Group, config: dict[str, Any]) -> Target:
+    cfg = OmegaConf.create(config)
+    make(cfg, "kernels")
+    return make(cfg, "target")
+
+
 class Shared:
     """The target of the jobs that one process runs: kept while the configuration that it was made from stays the same."""
 
@@ -65,7 +82,7 @@ class Shared:
         wanted: Any = [OmegaConf.to_container(cfg[group], resolve=True) for group in ("target", "kernels")]
         if self.target is None or self.made_from != wanted:
             self.target = None  # the old one goes before the new one comes
-            self.target, self.made_from = make(cfg, "target"), wanted
+            self.target, self.made_from = make_target(cfg), wanted
         return self.target
 
     def release(self) -> None:
@@ -80,7 +97,7 @@ def build(cfg: DictConfig, target: Target | None = None, shared: Shared | None =
     make(cfg, "kernels")
     policy, verifier = make(cfg, "tree"), make(cfg, "verifier")
     check_fit(Drafter(), policy, verifier, sampler.temperature, cfg.lossy)  # before any model is loaded
-    target = target or (shared.get(cfg) if shared else make(cfg, "target"))
+    target = target or (shared.get(cfg) if shared else make_target(cfg))
     drafter = make(cfg, "drafter", target=target)
     policy.prepare(target.seconds)
     check_fit(drafter, policy, verifier, sampler.temperature, cfg.lossy)

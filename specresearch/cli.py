@@ -25,12 +25,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specresearch import console, overrides, spec_bench, sweeps
+from specresearch import console, overrides, parallel, shards, spec_bench, sweeps
 from specresearch.baseline import Answers
 from specresearch.build import SAMPLING, Shared, Streamer, build, make, settings_of
 from specresearch.conversations import Settings
 from specresearch.decode import Parts
-from specresearch.metrics import NUMBERS
+from specresearch.metrics import NUMBERS, joint_rate
 from specresearch.overrides import CONF
 from specresearch.provenance import peak_memory, provenance, reset_peak_memory
 from specresearch.report import write
@@ -158,6 +158,7 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool, sweep: Path | None) -> 
         raise UserError(f"report={cfg.report}: use true or false")
     if not settings.baseline and cfg.objective in ("speedup", "baseline_tokens_per_second"):
         raise UserError(f"objective={cfg.objective} needs plain decoding beside it: leave baseline=false out")
+    sharing = shards.sharing(cfg, settings, sweep)
     questions = make(cfg, "prompts")[: settings.limit]
     parts = build(cfg, shared=shared if sweep else None)
     tracker = make(cfg, "tracker")
@@ -176,7 +177,8 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool, sweep: Path | None) -> 
             length = sum(emitted) / len(emitted) if emitted else None
             steps = sum(len(each["steps"]) for each in lines)
             pooled = sum(len(each["output_ids"]) - 1 for each in lines) / steps if steps else None
-            bar.update(task, completed=len(lines), note=f"accepted length {console.number(pooled)}")
+            others = sharing.others if sharing else 0
+            bar.update(task, completed=len(lines) + others, note=f"accepted length {console.number(pooled)}")
             if length is not None:
                 numbers = {"accept/answer_length": length, "accept/running_length": pooled or 0.0}
                 if measured and measured.box.curve:  # of the blocks before
@@ -198,10 +200,12 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool, sweep: Path | None) -> 
         try:
             answers = plain_answers(cfg, parts, settings, sweep)
             shown = on_tokens if streaming else None
+            if resumed:
+                shards.recover(folder)
             measured = Run(parts, questions, settings, folder, resumed, on_turn, shown, answers)
             bar.update(task, completed=len(measured.lines))
             with profiler(settings.profile, folder):
-                measured.execute()
+                sharing.execute(measured, cfg) if sharing else measured.execute()
             costs = measured.costs() if settings.baseline else costs
         except KeyboardInterrupt:
             interrupted = True
@@ -213,6 +217,9 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool, sweep: Path | None) -> 
             raise
     assert measured is not None
     summary = measured.summary() | costs | {"peak_memory_bytes": peak_memory(parts.target.device), "config": config}
+    if sharing:
+        both = {"ranks": sharing.group.world, "tokens_per_second": joint_rate(measured.blocks)}
+        summary |= {"data_parallel": both}
     summary |= {"provenance": provenance(parts.target), "interrupted": interrupted}
     if choices["prompts"] == "spec_bench":
         summary["spec_bench"] = spec_bench.measure(measured.lines, measured.blocks)
@@ -281,11 +288,16 @@ def main() -> None:
 
 def run(job: Callable[[], Any], command: str = "config") -> NoReturn:
     """Do a command's job and leave with its exit status. A group is named by where it stands in the configuration."""
+    group = parallel.join()
+    if group is not None and group.rank:
+        group.follow()
     statuses.clear()
     swept.clear()
     asked = sys.argv[1:]
     moved = {place: f"{folder}@{place}" for place, folder in overrides.groups(command).items() if place != folder}
     try:
+        if group is not None:
+            shards.require_supported(asked, command, group)
         given = (argument.partition("=") for argument in overrides.prepare(sys.argv[1:], command))
         sys.argv[1:] = [f"{moved.get(key, key)}{equals}{value}" for key, equals, value in given]
         job()
@@ -297,7 +309,10 @@ def run(job: Callable[[], Any], command: str = "config") -> NoReturn:
         statuses.add(report(error, command))
     for folder, began in swept:
         finish_sweep(folder, began, asked)
-    sys.exit(next((s for s in (INTERRUPTED, ERROR, VIOLATION) if s in statuses), OK))
+    status = next((s for s in (INTERRUPTED, ERROR, VIOLATION) if s in statuses), OK)
+    if group is not None:
+        group.leave(status)
+    sys.exit(status)
 
 
 def finish_sweep(folder: Path, began: float, asked: list[str]) -> None:

@@ -77,6 +77,8 @@ def rows(s: dict[str, Any]) -> list[tuple[str, Text]]:
         speed += f"   plain {number(s['baseline_tokens_per_second'], 1)}{some}   speedup {number(s['speedup'])}x"
     if s.get("hf_tokens_per_second"):
         speed += f"   transformers {number(s['hf_tokens_per_second'], 1)}   {number(s['hf_speedup'])}x"
+    if joint := s.get("data_parallel"):
+        speed += f"\n{joint['ranks']} processes together {number(joint['tokens_per_second'], 1)} tokens/s"
     if s.get("predicted_speedup"):
         speed += f"\npredicted {number(s['predicted_speedup'])}x from measured costs"
     depth = "  ".join(f"{j}: {rate:.2f}" for j, rate in enumerate(s["acceptance_rate_by_depth"], 1))

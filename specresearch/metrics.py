@@ -76,6 +76,12 @@ def rate(blocks: Iterable[Block], mode: str) -> float | None:
     return ratio(sum(d["tokens"] for d in done), sum(d["seconds"] for d in done))
 
 
+def joint_rate(blocks: Sequence[Block]) -> float | None:
+    """Speculative tokens per second of several ranks that answered side by side: the sum of their rates."""
+    ranks = {block.get("rank", 0) for block in blocks}
+    return sum(rate([b for b in blocks if b.get("rank", 0) == r], "speculative") or 0.0 for r in ranks) or None
+
+
 def timed(block: Block) -> bool:
     """Whether plain decoding took its turn in this block."""
     return "speculative" in block and "baseline" in block

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,12 +85,36 @@ def write_pieces(folder: Path, lines: Sequence[Line], text: Callable[[list[int]]
 
 
 def read_finished(folder: Path) -> tuple[list[Line], list[Block]]:
-    """The complete blocks of an earlier try, and the answers in them; answers of a block that broke off are redone."""
+    """The complete blocks of an earlier try and the answers in them, in the order of the questions; answers of a block that
+    broke off are redone."""
     blocks, lines = read_lines(folder / "blocks.jsonl"), read_lines(folder / "trace.jsonl")
     done = sum(block["answers"] for block in blocks)
     if len(lines) < done:
         raise UserError(f"{folder}/trace.jsonl has lost answers ({len(lines)} of {done}): start a new run")
-    return lines[:done], blocks
+    return in_order(with_answers(blocks, lines[:done]))
+
+
+def in_order(found: Sequence[tuple[Block, list[Line]]]) -> tuple[list[Line], list[Block]]:
+    """Blocks with their answers, as ranks finished them -> all answers, all blocks."""
+    unique = {block["block"]: (block, lines) for block, lines in found}
+    ordered = [unique[index] for index in sorted(unique)]
+    return [line for _, lines in ordered for line in lines], [block for block, _ in ordered]
+
+
+def collect(folder: Path) -> None:
+    """Bring the blocks that other ranks answered, each in a folder of its own, into the one trace of the run."""
+    parts = sorted(folder.glob("rank-*"))
+    found = [each for part in (folder, *parts) for each in _finished(part)]
+    lines, blocks = in_order(found)
+    write_lines(folder / "trace.jsonl", lines)
+    write_lines(folder / "blocks.jsonl", blocks)
+    for part in parts:
+        shutil.rmtree(part)
+
+
+def _finished(folder: Path) -> list[tuple[Block, list[Line]]]:
+    lines, blocks = read_finished(folder)
+    return with_answers(blocks, lines)
 
 
 def read_lines(path: Path) -> list[Line]:

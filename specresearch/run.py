@@ -42,9 +42,10 @@ class Run:
         on_turn: Callable[[Line, list[Line], list[Block]], None],
         on_tokens: Callable[[Emission], None] | None = None,
         answers: Answers | None = None,
+        rank: int = 0,
     ):
         self.parts, self.settings, self.folder = parts, settings, folder
-        self.on_turn, self.on_tokens = on_turn, on_tokens
+        self.on_turn, self.on_tokens, self.rank = on_turn, on_tokens, rank
         # A block that breaks off is redone, so that batches are composed as in an uninterrupted run: keep blocks small.
         size = settings.batch_size if settings.batch_size == 1 else 2 * settings.batch_size
         self.questions = [questions[i : i + size] for i in range(0, len(questions), size)]
@@ -88,17 +89,29 @@ class Run:
         for block in self.blocks:
             self._pool(block)
 
-    def execute(self) -> None:
-        """Answer what is left."""
-        for _ in self.by_block():
+    def todo(self) -> list[int]:
+        """The blocks that are left."""
+        done = {block["block"] for block in self.blocks}
+        return [index for index in range(len(self.questions)) if index not in done]
+
+    def execute(self, todo: Sequence[int] | None = None) -> None:
+        """Answer what is left, or those of its blocks that are named."""
+        for _ in self.by_block(todo):
             pass
 
-    def by_block(self) -> Iterator[Block]:
+    def reload(self) -> None:
+        """Take over what other processes have added to the run's files."""
+        self.lines, self.blocks = read_finished(self.folder)
+        self.box, self.unfinished = BlackBox(), 0
+        for block in self.blocks:
+            self._pool(block)
+
+    def by_block(self, todo: Sequence[int] | None = None) -> Iterator[Block]:
         """Answer what is left, block by block, so that several runs can take turns.
 
         On Ctrl-C or an error, the finished answers of the block are saved before it goes on its way.
         """
-        todo = range(len(self.blocks), len(self.questions))
+        todo = self.todo() if todo is None else todo
         if todo:
             self.reserve()  # another run may have needed the target's cache meanwhile
             self._warm_up(self.questions[todo[0]][0])
@@ -139,7 +152,7 @@ class Run:
             self._pool(block)
         if self.recorder is not None:
             block["dense"] = self._dense(questions, self.recorder)
-        block["answers"] = len(self.fresh)
+        block |= {"answers": len(self.fresh), "rank": self.rank}
         append_lines(self.folder / "trace.jsonl", self.fresh)
         append_lines(self.folder / "blocks.jsonl", [block])
         self.lines, self.fresh = self.lines + self.fresh, []

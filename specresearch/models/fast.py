@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,14 @@ class View(NamedTuple):
 class FastForward:
     """Reads the weights of a model of the family where they are, or packed once for few rows; keeps no other state."""
 
-    def __init__(self, model: Any, blocks: nn.ModuleList, head: nn.Module):
+    def __init__(self, model: Any, blocks: Any, head: nn.Module):
         base, config = model.base_model, model.config
         self.embed, self.final, self.head, self.rotary = base.embed_tokens, base.norm, head, base.rotary_emb
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.sizes = config.num_attention_heads, config.num_key_value_heads, width
+        self.theirs = blocks
+        first = blocks[0].self_attn  # a rank may have some of the heads
+        self.sizes = first.q_proj.out_features // width, first.k_proj.out_features // width, width
         self.eps = float(base.norm.variance_epsilon)
-        self.theirs: Any = blocks
         self.seen = list[Any]()
         self.blocks, self.scripts = list[Block](), list[Any]()
 
@@ -121,16 +122,17 @@ class FastEagle:
 class Block(nn.Module):
     """One block of the family; layers that read the same input are one product."""
 
-    heads: int
-    shared: int  # heads of K and V
-    width: int
-    scale: float
-    eps: float
-    raised: bool  # norms are computed in float32
-    before: Tensor | None
-    between: Tensor
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    if TYPE_CHECKING:  # TorchScript would read these, and knows no `|`
+        heads: int
+        shared: int  # heads of K and V
+        width: int
+        scale: float
+        eps: float
+        raised: bool  # norms are computed in float32
+        before: Tensor | None
+        between: Tensor
+        query_norm: Tensor | None
+        key_norm: Tensor | None
 
     def __init__(self, qkv: nn.Module, out: nn.Module, gate_up: nn.Module, down: nn.Module):
         super().__init__()

@@ -23,6 +23,7 @@ from specresearch.models.attention import Takeover, TreeMask
 from specresearch.models.cache import LayerShape, SlotCache
 from specresearch.models.fast import FastForward, View
 from specresearch.models.linear import quicken
+from specresearch.parallel import Group, together
 from specresearch.sampling import Sampler
 from specresearch.types import Step, Tap, Target, TargetOutput, Tree, UserError, Verdict
 
@@ -32,8 +33,10 @@ PREFILL_CHUNK = 512  # tokens of a prompt fed at once: bounds the mask and the a
 class HFModel(Target):
     """Every pass is told its positions, its mask and the slots it writes; the wrapped model keeps no state of its own."""
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, fast: str = "auto"):
+    def __init__(self, model: Any, tokenizer: Any, name: str, fast: str = "auto", group: Group | None = None):
+        """`group`: the ranks over which the weights are spread."""
         self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
+        self.group, self.number = group, group.register(self) if group is not None else 0
         quicken(model)  # a tree is a few rows
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.get_input_embeddings().weight.dtype
@@ -164,7 +167,7 @@ class HFModel(Target):
 
     def _require_exact(self) -> None:
         try:
-            error, scale = self._error()
+            error, scale = self._error() if self.group is None else self.group.agree(self._error())
         except UserError:
             raise
         except Exception as fault:
@@ -205,6 +208,7 @@ class HFModel(Target):
         )
         return float(error), float(plain.abs().max())
 
+    @together
     def first_layers(self, count: int) -> HFModel:
         """The same model cut after `count` blocks, with the same norm and head; all weights are shared."""
         if type(count) is not int or not 1 <= count < len(self.blocks):
@@ -218,10 +222,11 @@ class HFModel(Target):
         text.num_hidden_layers = count
         if isinstance(getattr(text, "layer_types", None), list):
             text.layer_types = text.layer_types[:count]  # a cache is made with as many layers as these
-        return HFModel(model, self.tokenizer, f"{self.name}[:{count}]", "auto" if self.fast else "off")
+        return HFModel(model, self.tokenizer, f"{self.name}[:{count}]", "auto" if self.fast else "off", self.group)
 
     # -- the target's role -------------------------------------------------------------------------------------------
 
+    @together
     def reserve(self, batch: int, capacity: int, tree_size: int) -> None:
         """Slots for `batch` rows of `capacity` tokens, and `tree_size` more for nodes that are not committed yet."""
         slots = capacity + tree_size
@@ -235,6 +240,7 @@ class HFModel(Target):
             self.cache = None  # free the old one first
             self.cache = SlotCache(self.shapes, batch, slots)
 
+    @together
     def release(self) -> None:
         self.cache = None
 
@@ -247,6 +253,7 @@ class HFModel(Target):
             digest.update(f"{name} {tuple(weight.shape)}".encode() + some.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
 
+    @together
     @torch.inference_mode()
     def run(
         self,
@@ -310,6 +317,7 @@ class HFModel(Target):
         dense = additive(mask, length, visible, self.dtype, torch.finfo(self.dtype).min)
         return {"attention_mask": dense} | ({"tree": TreeMask(None, length)} if self.ours else {})
 
+    @together
     def extend(
         self, rows: Sequence[int], tokens: Tensor, length: Tensor, taps: Sequence[Tap]
     ) -> tuple[Tensor, Tensor | None]:
@@ -335,12 +343,14 @@ class HFModel(Target):
         assert last is not None
         return last, torch.cat(features, 1) if taps else None  # type: ignore[arg-type]
 
+    @together
     def forward(self, step: Step, tree: Tree, taps: Sequence[Tap]) -> TargetOutput:
         positions = step.length[:, None] + tree.depth
         mask = ancestors(tree.parent)
         logits, features = self.run(tree.tokens, positions, step.length, mask, step.extent, taps=taps)
         return TargetOutput(logits, features)
 
+    @together
     def commit(self, step: Step, verdict: Verdict) -> None:
         if verdict.path.shape[1] == 1:
             return  # the root already lies where it belongs
@@ -350,6 +360,7 @@ class HFModel(Target):
         base = (torch.arange(path.shape[0], device=path.device) * self.cache.slots + step.length)[:, None]
         self.cache.move(base + torch.where(path >= 0, path, place), base + place)
 
+    @together
     @torch.inference_mode()
     def plain(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Logits [R, K, V] after the tokens at `places` [K] of `tokens` [R, T], by the model's own forward; the head computes
@@ -358,6 +369,7 @@ class HFModel(Target):
             return self.model(input_ids=tokens, use_cache=False).logits[:, places]
         return self.model(input_ids=tokens, use_cache=False, logits_to_keep=places).logits
 
+    @together
     @torch.inference_mode()
     def reference(self, tokens: list[int], positions: list[int], one_by_one: bool = False) -> Tensor:
         """Logits [len(positions), V] after the tokens at `positions`, by the model's own forward, cache, mask and positions:
@@ -382,6 +394,8 @@ class HFModel(Target):
         self, prompt: list[int], budget: int, sampler: Sampler, stop: Sequence[str], **extra: Any
     ) -> list[int]:
         """transformers' own `generate` under the same settings: the outside baseline. `extra`: its assisted modes."""
+        if self.group is not None:
+            raise UserError("transformers' generate decides on each rank by itself: use baseline=true with target.tp")
         kwargs: dict[str, Any] = {"do_sample": sampler.temperature > 0, **extra}
         if sampler.temperature > 0:
             kwargs |= {"temperature": sampler.temperature, "top_k": sampler.top_k, "top_p": sampler.top_p}

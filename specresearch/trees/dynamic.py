@@ -16,7 +16,7 @@ class DynamicTree(TreePolicy):
     growth = "pruned_after_reveal"
 
     def __init__(self, *, depth: int, topk: int, size: int, temperature: float, draw: str | None = None):
-        if "auto" in (depth, topk, size):
+        if "auto" in map(str, (depth, topk, size)):
             raise UserError("tree=dynamic has a fixed shape: use tree=auto, which chooses depth and size in every step")
         positive(depth=depth, topk=topk, size=size)
         if size < depth + 1:
