@@ -291,7 +291,9 @@ class Run:
         evidence = {
             "answers": len(results),
             "equal": sum(result["equal"] for result in results),
-            "reference": "plain decoding" if self.settings.baseline or self.parts.drafter.simulated else "teacher forcing",
+            "reference": "plain decoding"
+            if self.settings.baseline or self.parts.drafter.simulated
+            else "teacher forcing",
             "near_ties": [entry for result in results for entry in result["near_ties"]],
             "violations": [entry for result in results for entry in result["violations"]],
         }

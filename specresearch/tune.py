@@ -28,7 +28,6 @@ from specresearch.conversations import Settings
 from specresearch.decode import Parts
 from specresearch.overrides import CONF
 from specresearch.provenance import provenance
-from specresearch.recording import check_recordable
 from specresearch.run import Run
 from specresearch.tuning import measure, servers
 from specresearch.tuning.choose import CLOSE, OBJECTIVES, Choice, best, measured, predicted, trees
@@ -38,7 +37,15 @@ from specresearch.types import UserError
 from specresearch.whatif.answer import Recording
 
 SHOWN = 8  # rows of the table
-OWN = ("objective", "confirm", "out", "depth", "topk", "size", "resume")  # keys of conf/tune.yaml that a run does not have
+OWN = (
+    "objective",
+    "confirm",
+    "out",
+    "depth",
+    "topk",
+    "size",
+    "resume",
+)  # keys of conf/tune.yaml that a run does not have
 PLAIN = "plain"
 
 
@@ -60,7 +67,11 @@ def tune(cfg: DictConfig, folder: Path, choices: Mapping[str, Any], given: Seque
     check(cfg)
     config = run_config(cfg)
     parts = build(OmegaConf.create(config))
-    check_recordable(parts.drafter, parts.policy)
+    if parts.drafter.law is not None:
+        raise UserError(
+            f"drafter={choices['drafter']} cannot be asked what it would draft elsewhere, so no trees can be compared: use "
+            "ngram, eagle, medusa or small_lm"
+        )
     questions, settings = make(cfg, "prompts")[: cfg.limit], settings_of(OmegaConf.create(config))
     found = search(parts, questions, settings, config, folder)
     top = best(found, cfg.objective, cfg.confirm)
@@ -113,7 +124,9 @@ def search(
     if not kept.exists():
         with console.progress() as bar:
             task = bar.add_task("recording", total=len(questions), note="")
-            run = Run(parts, questions, settings, place, True, lambda _, lines, __: bar.update(task, completed=len(lines)))
+            run = Run(
+                parts, questions, settings, place, True, lambda _, lines, __: bar.update(task, completed=len(lines))
+            )
             measure.record(run, config, cli.save)
         probes = measure.probe(parts, questions, settings, largest)  # type: ignore[arg-type]
         kept.write_text(json.dumps([asdict(one) for one in probes]), encoding="utf-8")
@@ -126,7 +139,8 @@ def search(
     with console.progress() as bar:
         note = f"{sum(1 for _ in trees(largest))} trees"  # type: ignore[arg-type]
         task = bar.add_task("searching", total=len(own.lines), note=note)
-        return predicted(own, prices, lambda: bar.update(task, advance=1))
+        plain = measure.plain_seconds(own, probes, prices)
+        return predicted(own, prices, plain, lambda: bar.update(task, advance=1))
 
 
 def confirmation(
@@ -164,7 +178,17 @@ def show(found: Sequence[Choice], top: Sequence[Choice], objective: str) -> None
     rest = [one for one in best(found, objective, SHOWN) if one.name not in names]
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("tree")
-    for heading in ("depth", "topk", "size", "accepted length", "speedup", "ran: length", "speedup", "tokens/s", "off by"):
+    for heading in (
+        "depth",
+        "topk",
+        "size",
+        "accepted length",
+        "speedup",
+        "ran: length",
+        "speedup",
+        "tokens/s",
+        "off by",
+    ):
         table.add_column(heading, justify="right")
     for one in [*best(top, objective, len(top)), *rest]:
         ran = [console.number(one.ran_length), console.number(one.ran_speedup, 2, "x")]
@@ -200,7 +224,8 @@ def conclude(
     tree = [f"tree.{key}={value}" for key, value in chosen.tree.items()]
     console.out.print("  " + shlex.join(["python", "-m", "specresearch", *given, "tree=dynamic", *tree]), markup=False)
     path, again = write_preset(cfg, chosen, choices)
-    console.out.print(f"[bold]preset[/]  {path}\n  {again}")
+    console.out.print(f"[bold]preset[/]  {path}")
+    console.out.print(f"  {again}", markup=False)
     drafter, keys = str(choices["drafter"]), OmegaConf.to_container(cfg.drafter, resolve=True)
     version = 1 if parts.drafter.taps == ("norm",) else 3
     chain = best([one for one in found if one.topk == 1], cfg.objective, 1)[0]
@@ -229,8 +254,8 @@ def write_preset(cfg: DictConfig, chosen: Choice, choices: Mapping[str, Any]) ->
     content |= {group: {k: v for k, v in values[group].items() if k != "_target_"} for group in groups}
     content = {key: value for key, value in content.items() if value != {}}
     head = (
-        f"# @package _global_\n# By python -m specresearch.tune, {datetime.now():%Y-%m-%d}: predicted {chosen.speedup:.2f}x of plain "
-        f"decoding, measured {chosen.ran_speedup:.2f}x ({chosen.gap or 0:+.1%}), on this machine and its prompts.\n"
+        f"# @package _global_\n# By python -m specresearch.tune, {datetime.now():%Y-%m-%d}: predicted {chosen.speedup:.2f}x of "
+        f"plain decoding, measured {chosen.ran_speedup:.2f}x ({chosen.gap or 0:+.1%}), on this machine and its prompts.\n"
     )
     path = home / f"{name}.yaml"
     path.write_text(head + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")

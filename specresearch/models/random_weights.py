@@ -100,7 +100,9 @@ def load(
     where = resolve_device(device)
     kind = resolve_dtype(dtype, where)
     if weights not in (None, "float16") or (weights and kind != torch.float32):
-        raise UserError(f"target.weights={weights}: use null, or float16 with target.dtype=float32; random they are anyway")
+        raise UserError(
+            f"target.weights={weights}: use null, or float16 with target.dtype=float32; random they are anyway"
+        )
     require_memory(shape, known[shape], kind, where, free_bytes(where))
     model = make(known[shape], kind, where, seed)
     tokenizer = byte_tokenizer()

@@ -27,7 +27,7 @@ class Choice:
     size: int
     length: float  # predicted accepted length
     speedup: float  # predicted
-    tokens_per_second: float  # predicted, at plain decoding's speed in the recording
+    tokens_per_second: float  # predicted, on a machine as it was while recording
     ran_length: float | None = None
     ran_speedup: float | None = None
     ran_tokens_per_second: float | None = None
@@ -69,13 +69,15 @@ def trees(largest: DynamicTree) -> Iterator[DynamicTree]:
                     yield tree
 
 
-def predicted(own: Recording, prices: Prices, tick: Callable[[], None] = lambda: None) -> list[Choice]:
+def predicted(
+    own: Recording, prices: Prices, plain_seconds: float, tick: Callable[[], None] = lambda: None
+) -> list[Choice]:
     """All trees as the recording and the prices tell of them, in the order in which they are tried."""
     policies = list(trees(own.policy))  # type: ignore[arg-type]
-    plain = own.run.summary["baseline_tokens_per_second"]
+    plain = sum(len(line["output_ids"]) for line in own.lines) / plain_seconds
     found = []
     for tree, answer in zip(policies, answers(own, policies, prices, tick)):
-        if answer.mean_accepted_length is None or not answer.tokens_per_second or not plain:
+        if answer.mean_accepted_length is None or not answer.tokens_per_second:
             raise UserError("nothing was decoded, so nothing can be told of speed: raise limit or max_new_tokens")
         speed = answer.tokens_per_second
         found.append(Choice(tree.depth, tree.width, tree.size, answer.mean_accepted_length, speed / plain, speed))
