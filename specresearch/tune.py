@@ -47,6 +47,7 @@ OWN = (
     "resume",
 )  # keys of conf/tune.yaml that a run does not have
 PLAIN = "plain"
+UNSTEADY = 1.5  # of the slowest block's pass to the fastest's
 
 
 @hydra.main(config_path=CONF, config_name="tune", version_base="1.3")
@@ -83,6 +84,7 @@ def tune(cfg: DictConfig, folder: Path, choices: Mapping[str, Any], given: Seque
         keep(folder, found, top, parts)
         show(found, top, cfg.objective)
     say_verdicts(runs)
+    say_unsteady(runs[PLAIN])
     chosen = best([one for one in top if one.ran_speedup], cfg.objective, 1)[0]
     conclude(cfg, chosen, found, parts, choices, given)
     console.out.print(f"[bold]written to[/]  {folder}/  tuned.json, recorded/, confirmed/")
@@ -203,6 +205,18 @@ def say_verdicts(runs: Mapping[str, Run]) -> None:
     verdicts = {name: run.summary()["lossless"]["verdict"] for name, run in runs.items() if name != PLAIN}
     console.out.print("losslessness: " + ", ".join(f"{name} {verdict}" for name, verdict in verdicts.items()))
     cli.statuses.add(cli.VIOLATION if "violation" in verdicts.values() else cli.OK)
+
+
+def say_unsteady(plain: Run) -> None:
+    """Plain decoding costs the same per pass in every block, or the machine had other work."""
+    each = [block["speculative"] for block in plain.blocks if block["speculative"]["target_passes"]]
+    passes = sorted(1e3 * one["time"]["target"] / one["target_passes"] for one in each)
+    if passes and passes[-1] > UNSTEADY * passes[0]:
+        console.out.print(
+            f"the machine had other work: a pass of plain decoding took {passes[0]:.3g} to {passes[-1]:.3g} ms in these runs, so "
+            "speeds and gaps are about that as well; try again on a quiet one",
+            style="bold yellow",
+        )
 
 
 def conclude(
