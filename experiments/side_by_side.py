@@ -3,7 +3,6 @@ turn. A variant is a name and its overrides; the first is plain decoding."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -13,12 +12,13 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from specresearch import cli, console, overrides
+from specresearch import cli, overrides
 from specresearch.build import build, make, settings_of
 from specresearch.metrics import Block, Line
 from specresearch.provenance import provenance
 from specresearch.results import read_finished
 from specresearch.run import Run
+from specresearch.turns import take_turns
 from specresearch.types import Target
 
 DRAFTERS = ("ngram", "medusa", "small_lm", "eagle")
@@ -39,22 +39,6 @@ def begin(experiment: str, folder: Path, variants: Variants, given: list[str]) -
         (folder / name).mkdir(parents=True, exist_ok=True)
         runs[name] = Run(parts, make(cfg, "prompts")[: settings.limit], settings, folder / name, True, lambda *_: None)
     return runs
-
-
-def take_turns(runs: dict[str, Run]) -> None:
-    """A block of each in an order that rotates. Those that are behind, after an interruption, catch up first."""
-    left = {name: run.by_block() for name, run in runs.items()}
-    total = sum(len(run.questions) for run in runs.values())
-    with console.progress() as bar:
-        task = bar.add_task("decoding", total=total, note="", completed=sum(len(run.blocks) for run in runs.values()))
-        for number in itertools.count(min(len(run.blocks) for run in runs.values())):
-            waiting = [name for name, run in runs.items() if len(run.blocks) == number < len(run.questions)]
-            at = number % max(len(waiting), 1)
-            for name in waiting[at:] + waiting[:at]:
-                next(left[name])
-                bar.update(task, advance=1, note=name)
-            if all(len(run.blocks) == len(run.questions) for run in runs.values()):
-                return
 
 
 def facts(runs: dict[str, Run], given: list[str]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """The tree of most tokens per second: makes the search of conf/experiment/tune.yaml, or reads one, and prints its table.
 
+This is Optuna's search, by whole runs; `python -m specresearch.tune` records once and predicts.
+
     python experiments/tune.py [SWEEP_DIR | overrides ...]
 
 Speeds of different jobs were measured at different times: `speedup`, against plain decoding in the same job, is the fairer one.

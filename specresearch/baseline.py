@@ -6,17 +6,25 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from specresearch.conversations import Conversations
-from specresearch.decode import Job, Turn
+from specresearch.decode import Job, Parts, Turn
+from specresearch.drafters.none import NoDrafter
 from specresearch.metrics import Line
 from specresearch.prompts import Question
+from specresearch.trees.static import StaticTree
 
 TIMED_PROMPTS = 8  # questions that each job decodes plainly again, interleaved with its own
 TIMED_BLOCKS = 2  # ... in at least so many blocks, so that either mode is the first once
+
+
+def plain_of(parts: Parts) -> Parts:
+    """The same with nothing drafted."""
+    return replace(parts, drafter=NoDrafter(parts.target), policy=StaticTree(temperature=0, parents=[-1]))
 
 
 class Answers:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specresearch import overrides as command
+from specresearch.baseline import plain_of
 from specresearch.conversations import Settings
 from specresearch.decode import Decoder, Emission, Job, Parts
 from specresearch.fit import check_fit
@@ -119,6 +120,7 @@ class Result:
     ids: list[int]
     accepted_lengths: list[int]
     finish: str
+    simulated: bool = False  # the accepted lengths were dictated
 
 
 class Engine:
@@ -132,7 +134,8 @@ class Engine:
         """Answer a text, or a conversation as a list of {"role", "content"}."""
         *_, last = self._emissions(prompt)
         turn = last.turn
-        return Result(turn.text, turn.output_ids, [step["emitted"] for step in turn.steps], turn.finish)
+        lengths = [step["emitted"] for step in turn.steps]
+        return Result(turn.text, turn.output_ids, lengths, turn.finish, self.parts.drafter.simulated is not None)
 
     def stream(self, prompt: str | Sequence[dict[str, str]]) -> Iterator[Piece]:
         """The same, token by token. The pieces' texts add up to `generate(prompt).text`.
@@ -155,10 +158,18 @@ class Engine:
         slots = max(parts.policy.asked, parts.policy.size)
         target.reserve(1, capacity, slots)
         parts.drafter.reserve(1, capacity, slots)
-        decoder = Decoder(parts, batch=1, capacity=capacity, seed=settings.seed, decode=target.text, stop=settings.stop)
         self.count += 1
         turn = self.count
-        for emission in decoder.run(iter([Job(turn - 1, "prompt", 0, ids, settings.max_new_tokens)])):
+        job = Job(turn - 1, "prompt", 0, ids, settings.max_new_tokens)
+
+        def decoder(parts: Parts) -> Decoder:
+            kwargs = {"batch": 1, "capacity": capacity, "seed": settings.seed}
+            return Decoder(parts, **kwargs, decode=target.text, stop=settings.stop)
+
+        if parts.drafter.simulated:
+            *_, plain = decoder(plain_of(parts)).run(iter([job]))
+            parts.drafter.foretell(ids, plain.turn.output_ids)
+        for emission in decoder(parts).run(iter([job])):
             yield emission
             if self.count != turn and not emission.done:
                 raise UserError("a later call of this engine took its cache: read a stream to its end first")

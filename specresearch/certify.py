@@ -219,6 +219,10 @@ class Audit:
         if self.cfg.engine != "own":
             return make(self.cfg, "target"), sampler_of(self.cfg)
         parts = build(self.cfg)
+        if parts.drafter.simulated:
+            raise UserError(
+                "drafter=simulated drafts the target's own tokens, which certifies nothing: use a drafter that drafts"
+            )
         if "l2" in self.layers:
             parts = replace(parts, verifier=WhiteBox(parts.verifier, self.log))
         self.parts = parts

@@ -20,6 +20,7 @@ VERDICT_STYLE = {
     "lossless": "bold green",
     "consistent": "bold green",
     "near_tie": "bold yellow",
+    "simulated": "bold yellow",
     "violation": "bold red",
 }
 
@@ -85,7 +86,9 @@ def rows(s: dict[str, Any]) -> list[tuple[str, Text]]:
     total = sum(s["time"].values())
     time = "  ".join(f"{k} {v / total:.0%}" for k, v in s["time"].items()) if total else "-"
     counts = f"{s['prompts']} answers, {s['tokens']} tokens, {s['steps']} steps, {s['target_passes']} target passes"
+    loud = [("SIMULATED", Text(s["simulated"], style=VERDICT_STYLE["simulated"]))] if s.get("simulated") else []
     return [
+        *loud,
         ("accepted length", Text(f"{number(s['mean_accepted_length'])} tokens per target pass, bonus included")),
         ("its histogram", Text(bars(s["accepted_length_histogram"]))),
         ("acceptance rate", Text(f"{number(s['acceptance_rate'])} of drafted tokens   by depth  {depth or '-'}")),

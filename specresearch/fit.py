@@ -12,6 +12,14 @@ def check_fit(drafter: Drafter, policy: TreePolicy, verifier: Verifier, temperat
     name = name_of(verifier)
     if lossy not in ("refuse", "allow"):
         raise UserError(f"lossy={lossy} is unknown: use lossy=refuse or lossy=allow")
+    if drafter.simulated and temperature > 0:
+        raise UserError(
+            f"drafter=simulated knows the one answer of temperature 0, and temperature={temperature}: use 0"
+        )
+    if drafter.simulated and policy.temperature is not None:
+        raise UserError(
+            "drafter=simulated puts its tokens where they must stand: use tree.draw=topk, so that none is drawn"
+        )
     if verifier.greedy_only and temperature > 0:
         raise UserError(f"verifier={name} is right at temperature 0 only, and temperature={temperature}: {ADVICE}")
     if verifier.lossy and lossy != "allow":

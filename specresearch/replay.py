@@ -90,6 +90,10 @@ def recording(run: Results, file: Path | None) -> Recording:
         raise UserError(
             f"{run.folder} was lossy: what it emitted says nothing about another tree; use a lossless verifier"
         )
+    if run.summary.get("simulated"):
+        raise UserError(
+            f"{run.folder} was simulated: its accepted lengths were dictated and say nothing about another tree"
+        )
     policy = policy_of(run.summary["config"], {})
     if run.summary["config"]["temperature"] > 0 and policy.temperature is not None:
         raise UserError(

@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specresearch.baseline import Answers, interleaved
+from specresearch.baseline import Answers, interleaved, plain_of
 from specresearch.conversations import Conversations, Settings, required_capacity
 from specresearch.decode import Decoder, Emission, Parts, Turn
-from specresearch.drafters.none import NoDrafter
 from specresearch.lossless.blackbox import BlackBox
 from specresearch.lossless.greedy import GreedyJudge, verdict_of
 from specresearch.lossless.reference import Reference, judge
@@ -23,7 +22,6 @@ from specresearch.recording import Recorder, check_recordable
 from specresearch.results import append_lines, read_finished, read_lines, with_answers, write_lines
 from specresearch.speed import predicted_speedup
 from specresearch.trees.optimal import sizes_to_measure
-from specresearch.trees.static import StaticTree
 from specresearch.types import UserError
 
 WARM_UP_TOKENS = 8
@@ -74,8 +72,7 @@ class Run:
         self.log = Log()  # of the white box, if it is wanted
         logged = replace(parts, verifier=WhiteBox(parts.verifier, self.log)) if settings.log else parts
         self.speculative = Decoder(logged, **decoder, decode=parts.target.text, stop=settings.stop)
-        plain = replace(parts, drafter=NoDrafter(parts.target), policy=StaticTree(temperature=0, parents=[-1]))
-        self.plain = Decoder(plain, **decoder, decode=parts.target.text, stop=settings.stop)
+        self.plain = Decoder(plain_of(parts), **decoder, decode=parts.target.text, stop=settings.stop)
         self.slots = slots
         self.recorder = Recorder(parts.policy) if settings.trace.get("dense") else None
         if self.recorder is not None:
@@ -126,10 +123,11 @@ class Run:
 
     def _warm_up(self, question: Question) -> None:
         short = replace(self.settings, max_new_tokens=WARM_UP_TOKENS)
-        for decoder in (self.speculative, self.plain) if self.settings.baseline else (self.speculative,):
+        plain = [self.plain] if self.settings.baseline or self.parts.drafter.simulated else []
+        for decoder in (*plain, self.speculative):
             first = replace(question, turns=question.turns[:1])
-            for _ in decoder.run(Conversations(self.parts.target, [first], short, self.capacity)):
-                pass
+            for emission in decoder.run(Conversations(self.parts.target, [first], short, self.capacity)):
+                self._foretell([emission.turn.line()] if emission.done else [])
 
     def _block(self, index: int) -> None:
         questions, self.fresh = self.questions[index], []
@@ -139,12 +137,18 @@ class Run:
         plain: list[Line] = known or []
         forward = sum("baseline" in done for done in self.blocks) % 2 == 0
         modes = self._modes(index, known is not None)
+        if self.parts.drafter.simulated:  # which has to know the plain answers
+            modes, forward = sorted(modes, key=lambda mode: mode != "baseline"), True
+            plain = plain if known or "baseline" in modes else self._decode(questions, speculative=False)[1]
+            self._foretell(plain)
         for mode in modes if forward else reversed(modes):
             if mode == "hf":
                 block["hf"] = self._hf(questions)
             else:
                 block[mode], lines = self._decode(questions, mode == "speculative")
-                plain = lines if mode == "baseline" else plain
+                if mode == "baseline":
+                    plain = lines
+                    self._foretell(plain)
         if self.settings.check and self.parts.sampler.temperature == 0:
             block["check"] = self._check(plain)
         elif self.settings.check and not self.parts.verifier.lossy:
@@ -157,6 +161,12 @@ class Run:
         append_lines(self.folder / "blocks.jsonl", [block])
         self.lines, self.fresh = self.lines + self.fresh, []
         self.blocks.append(block)
+
+    def _foretell(self, plain: Sequence[Line]) -> None:
+        """A drafter that dictates its accepted lengths is told what plain decoding answers."""
+        if self.parts.drafter.simulated:
+            for line in plain:
+                self.parts.drafter.foretell(line["prompt_ids"], line["output_ids"])
 
     def _known(self, index: int) -> list[Line] | None:
         """The plain answers of a block, where another job made them and this one need not time them."""
@@ -175,6 +185,7 @@ class Run:
     def _decode(self, questions: Sequence[Question], speculative: bool) -> tuple[Block, list[Line]]:
         decoder = self.speculative if speculative else self.plain
         jobs = self._jobs(questions)
+        mark = {"simulated": True} if speculative and self.parts.drafter.simulated else {}
         lines: list[Line] = []
         budgets: dict[tuple[Any, int], int] = {}
         decoder.clock.reset()
@@ -183,7 +194,7 @@ class Run:
         for emission in decoder.run(jobs):
             if emission.done:
                 jobs.answered(emission.turn)
-                lines.append(emission.turn.line())
+                lines.append(emission.turn.line() | mark)
                 budgets[emission.turn.job.id, emission.turn.job.turn] = emission.turn.job.budget
             if speculative:
                 at = time.perf_counter()
@@ -256,12 +267,16 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """Everything measured so far, all of it from the lines and the blocks."""
         found = self._lossless()
+        if how := self.parts.drafter.simulated:
+            found |= {"judged": found["verdict"], "reason": how}
+            found["verdict"] = found["verdict"] if found["verdict"] == "violation" else "simulated"
         if self.settings.log:
             claims = findings(self.log)
             found["white_box"] = [claim.as_dict() for claim in claims]
             if any(claim.verdict == "violation" for claim in claims) and found["verdict"] != "lossy":
                 found["verdict"] = "violation"
-        return summarise(self.lines, self.blocks) | {"lossless": found}
+        mark = {"simulated": how} if how else {}
+        return mark | summarise(self.lines, self.blocks) | {"lossless": found}
 
     def costs(self) -> dict[str, Any]:
         """Seconds of target passes by their number of nodes, up to this run's largest, and the speedup that follows.
@@ -289,7 +304,9 @@ class Run:
         evidence = {
             "answers": len(results),
             "equal": sum(result["equal"] for result in results),
-            "reference": "plain decoding" if self.settings.baseline else "teacher forcing",
+            "reference": "plain decoding"
+            if self.settings.baseline or self.parts.drafter.simulated
+            else "teacher forcing",
             "near_ties": [entry for result in results for entry in result["near_ties"]],
             "violations": [entry for result in results for entry in result["violations"]],
         }

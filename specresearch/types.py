@@ -178,6 +178,12 @@ class Drafter:
     ] = ()  # target features it reads: k = residual stream after k blocks, "norm" = after the final norm
     law: Law | None = None
     growth: Growth | None = None
+    # Says how its accepted lengths came about if no draft law made them: all results are marked SIMULATED. Such a drafter is
+    # told each answer of plain decoding, at temperature 0, before it drafts for it.
+    simulated: str | None = None
+
+    def foretell(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Plain decoding answers `prompt` with `answer`. Called only if `simulated` is set."""
 
     def reserve(self, batch: int, capacity: int, slots: int) -> None:
         """Called before decoding: at most `capacity` cached tokens in each of `batch` rows, `slots` nodes asked a step."""

@@ -11,7 +11,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "specresearch"
 ROOMS = ("drafters", "verifiers", "kernels")
-ENTRY_POINTS = {"cli.py", "build.py", "overrides.py", "train.py", "export.py", "certify.py", "compare.py", "replay.py"}
+ENTRY_POINTS = {
+    "cli.py",
+    "build.py",
+    "overrides.py",
+    "train.py",
+    "export.py",
+    "certify.py",
+    "compare.py",
+    "replay.py",
+    "tune.py",
+}
 
 
 def sources() -> list[Path]:

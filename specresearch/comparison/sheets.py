@@ -44,6 +44,8 @@ def _alone(found: Comparison) -> Sheet:
         notes.append("Answers were sampled: the runs answered the same questions with other texts.")
     if any(row.verdict == "lossy" for row in found.rows):
         notes.append("LOSSY: the output does not follow the target's law, by up to the TV that is given.")
+    if any(row.verdict == "simulated" for row in found.rows):
+        notes.append("SIMULATED: accepted lengths were dictated, they say nothing about a drafter.")
     return Sheet(header + (["predicted"] if own else []), rows, len(found.keys) + 2, notes)
 
 

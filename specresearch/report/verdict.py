@@ -18,6 +18,7 @@ SAYS = {
     "violation": "The output is not the target's own.",
     "not_exercised": "No drafted token was verified, so nothing was put to the test.",
     "not_checked": "Nothing was checked.",
+    "simulated": "Nothing here says how good a drafter is.",
 }
 
 
@@ -36,7 +37,7 @@ def of(run: Subject) -> Verdict:
     found = run.summary["lossless"]
     name = found["verdict"]
     says = [SAYS[name].format(**{"reference": "", "equal": "", "answers": ""} | found)] if name in SAYS else []
-    if name == "violation" and "equal" in found:
+    if name in ("violation", "simulated") and "equal" in found:
         says.append(f"{found['equal']} of {found['answers']} answers equal {found['reference']}.")
     if name == "lossy":
         says.append(f"This acceptance rule changes the law of the output: {found['reason']}.")

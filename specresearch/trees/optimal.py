@@ -135,9 +135,12 @@ def acceptance_of_trace(path: Path) -> list[list[float]]:
     except OSError as error:
         raise UserError(f"tree.trace={path} cannot be read ({error.strerror}): give the trace.jsonl of a run") from None
     try:
-        steps = [step for line in lines if line for step in json.loads(line)["steps"]]
+        read = [json.loads(line) for line in lines if line]
+        steps = [step for line in read for step in line["steps"]]
     except (ValueError, KeyError, TypeError):
         raise UserError(f"tree.trace={path} is no trace: give the trace.jsonl of a run") from None
+    if any("simulated" in line for line in read):
+        raise UserError(f"tree.trace={path} was simulated: give a trace of a run whose drafter really drafted")
     for step in steps:
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(step["parent"]):

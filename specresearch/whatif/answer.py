@@ -100,7 +100,7 @@ def _answer(
     for one in by_kind.values():
         whole.add(one)
     tokens = whole.emitted + len(found)
-    speed = ratio(tokens, prices.seconds(whole, policy.size, policy.depth)) if prices else None
+    speed = ratio(tokens, prices.seconds(whole, policy.size, policy.depth, policy.width)) if prices else None
     plain = recording.run.summary["baseline_tokens_per_second"]
     return Answer(
         _kind(recording, whole),

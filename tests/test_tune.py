@@ -1,0 +1,189 @@
+"""The search for the fastest tree: its prices, its predictions against runs, what it writes, and how it goes on."""
+
+import json
+import sys
+import time
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from specresearch import cli, tune
+from specresearch.build import build
+from specresearch.drafters.ngram import NGram
+from specresearch.models.hf import HFModel
+from specresearch.overrides import CONF
+from specresearch.run import Run
+from specresearch.trees.dynamic import DynamicTree
+from specresearch.tuning import servers
+from specresearch.tuning.choose import Choice, best, trees
+from specresearch.tuning.measure import depths_to_measure
+from specresearch.whatif.price import Prices, by_size, target_prices
+from specresearch.whatif.walk import Walk
+
+SMALL = (
+    "target=tiny target.dtype=float64 drafter=small_lm drafter.layers=1 limit=2 max_new_tokens=12 depth=2 topk=2 size=5"
+)
+
+
+def run(monkeypatch, *given):
+    monkeypatch.setattr(sys, "argv", ["tune", *given])
+    with pytest.raises(SystemExit) as ended:
+        tune.main()
+    return ended.value.code
+
+
+@pytest.fixture
+def away(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_drafting_is_priced_by_depth_and_width():
+    beside = {1: {1: 1.0, 2: 2.0, 4: 6.0}, 4: {1: 2.0, 2: 3.0, 4: 7.0}}
+    prices = Prices({1.0: 10.0, 8.0: 17.0}, 99.0, 99.0, 5.0, 1.0, False, "", beside)
+    assert prices.drafting(3, 1) == 4
+    assert prices.drafting(3, 2) == pytest.approx(4 + 1 / 3)
+    walk = Walk(steps=3.0, sizes={4: 3})
+    assert prices.seconds(walk, 4, 3, 1) == pytest.approx(5 + 3 * (13 + 4))
+
+
+def test_a_batch_pays_for_the_nodes_of_all_rows():
+    summary = {"costs": {"target": {"1": 1.0, "8": 2.0, "16": 4.0}}}
+    table, _ = target_prices(summary, [], [4], 4.0, rows=4.0)
+    assert by_size(table, 2) == pytest.approx(2.0)  # 8 nodes
+
+
+def test_what_is_tried():
+    tried = [
+        (tree.depth, tree.width, tree.size) for tree in trees(DynamicTree(depth=4, topk=3, size=12, temperature=0))
+    ]
+    assert len(set(tried)) == len(tried)
+    assert {(depth, 1, depth + 1) for depth in (1, 2, 3, 4)} <= set(tried)
+    assert (2, 3, 6) in tried
+    assert (4, 3, 12) in tried
+    assert all(size <= 12 for *_, size in tried)
+    assert depths_to_measure(1) == [1]
+    assert depths_to_measure(5) == [1, 2, 5]
+
+
+def test_the_best_by_measurement_where_there_is_one():
+    fast, slow = Choice(2, 1, 3, 1.5, 1.4, 14.0), Choice(3, 2, 6, 1.9, 1.3, 13.0)
+    assert best([slow, fast], "tokens_per_second", 1) == [fast]
+    assert best([slow, fast], "mean_accepted_length", 1) == [slow]
+    ran = Choice(2, 1, 3, 1.5, 1.4, 14.0, 1.5, 1.26, 12.0)
+    assert best([slow, ran], "speedup", 1) == [slow]
+    assert ran.gap == pytest.approx(-0.1)
+
+
+def test_settings_of_servers():
+    tree = {"depth": 3, "topk": 2, "size": 8}
+    shape = "--speculative-num-steps 3 --speculative-eagle-topk 2 --speculative-num-draft-tokens 8"
+    assert (
+        servers.sglang("eagle", {}, tree)
+        == f"--speculative-algorithm EAGLE3 --speculative-draft-model-path OUT/sglang {shape}"
+    )
+    assert "EAGLE " in servers.sglang("eagle", {}, tree, version=1)
+    assert "STANDALONE --speculative-draft-model-path org/small" in servers.sglang(
+        "small_lm", {"id": "org/small"}, tree
+    )
+    assert "NGRAM --speculative-num-draft-tokens 8" in servers.sglang("ngram", {}, tree)
+    assert "no medusa" in servers.sglang("medusa", {}, tree)
+
+    def settings(drafter, keys):
+        line = servers.vllm(drafter, keys, 4)
+        return json.loads(line.partition("'")[2].rpartition("'")[0])
+
+    assert settings("eagle", {}) == {"method": "eagle3", "model": "OUT/vllm", "num_speculative_tokens": 4}
+    assert settings("medusa", {})["method"] == "medusa"
+    assert settings("small_lm", {"id": "x"}) == {"method": "draft_model", "model": "x", "num_speculative_tokens": 4}
+    found = settings("ngram", {"min_n": 2, "max_n": 4})
+    assert (found["prompt_lookup_min"], found["prompt_lookup_max"]) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["temperature=0.7"], "use temperature=0"),
+        (["objective=joy"], "objective=joy is unknown"),
+        (["confirm=0"], "confirm=0"),
+        (["drafter=simulated"], "drafter=simulated cannot be asked"),
+        (["drafter=none"], "drafter=none cannot be asked"),
+        (["tree.depth=3"], "there is no key tree.depth|tree"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(away, monkeypatch, capsys, given, says):
+    assert run(monkeypatch, "target=tiny", *given) == cli.ERROR
+    (line,) = (text for text in capsys.readouterr().err.splitlines() if text.startswith("error:"))
+    assert any(part in line for part in says.split("|"))
+
+
+def test_from_recording_to_preset_and_on_after_ctrl_c(away, monkeypatch, capsys):
+    """Interrupted while the best are run: the table so far is shown, and going on decodes only what is left."""
+    real, blocks = Run._block, []
+
+    def breaking(self, index):
+        blocks.append((self.folder.name, index))
+        if len(blocks) == 2 + 3:  # two of the recording, then four runs in turn
+            raise KeyboardInterrupt
+        real(self, index)
+
+    monkeypatch.setattr(Run, "_block", breaking)
+    assert run(monkeypatch, *SMALL.split(), "hydra.run.dir=found") == cli.INTERRUPTED
+    said = capsys.readouterr()
+    assert "go on with  python -m specresearch.tune resume=" in said.err
+    first = json.loads((away / "found/tuned.json").read_text())
+    before = [name for name, _ in blocks[:-1]]
+    monkeypatch.setattr(
+        Run, "_block", lambda self, index: (blocks.append((self.folder.name, index)), real(self, index))[1]
+    )
+    assert run(monkeypatch, "resume=found") == cli.OK
+    after = [name for name, _ in blocks[len(before) + 1 :]]
+    assert before.count("recorded") == 2
+    assert "recorded" not in after
+    assert len(before) + len(after) == 2 + 4 * 2
+    said = capsys.readouterr().out
+    found = json.loads((away / "found/tuned.json").read_text())
+    assert [one["name"] for one in found["predicted"]] == [one["name"] for one in first["predicted"]]
+    for one in found["confirmed"]:
+        assert one["ran_length"] == pytest.approx(one["length"])  # the same answers: acceptance is foretold exactly
+    top = max(found["confirmed"], key=lambda one: one["ran_speedup"])
+    assert f"chosen  {top['name']}" in said
+    assert "of the prediction" in said
+    assert f"{top['gap']:+.1%}" in said
+    assert "STANDALONE" in said
+    preset = yaml.safe_load((away / "conf/experiment/tuned-small_lm-tiny.yaml").read_text())
+    assert preset["tree"] == {key: top[key] for key in ("depth", "topk", "size")}
+    assert f"experiment=tuned-small_lm-tiny 'hydra.searchpath=[file://{away}/conf]'" in said
+    with initialize_config_dir(CONF, version_base="1.3"):
+        cfg = compose(
+            "config", ["experiment=tuned-small_lm-tiny", f"hydra.searchpath=[file://{away}/conf]", "tracker=none"]
+        )
+    parts = build(cfg)
+    assert (parts.policy.depth, parts.policy.width, parts.policy.size) == (top["depth"], top["topk"], top["size"])
+    assert cfg.drafter.layers == 1
+
+
+@pytest.mark.slow
+def test_prediction_and_run_agree_where_costs_are_known(away, monkeypatch, capsys):
+    """A target and a drafter that take their time: 40 ms and 4 a node, 6 a level. Then runs are within 10% of predictions."""
+    forward, expand = HFModel.run, NGram.expand
+
+    def slow_pass(self, tokens, *args, **kwargs):
+        time.sleep(0.040 + 0.004 * tokens.shape[1] if tokens.shape[1] < 40 else 0.1)
+        return forward(self, tokens, *args, **kwargs)
+
+    def slow_expand(self, frontier):
+        time.sleep(0.006)
+        return expand(self, frontier)
+
+    monkeypatch.setattr(HFModel, "run", slow_pass)
+    monkeypatch.setattr(NGram, "expand", slow_expand)
+    monkeypatch.setattr(NGram, "propose", NGram.__mro__[1].propose)  # every step drafts
+    given = (
+        "target=tiny drafter=ngram drafter.min_n=1 limit=4 max_new_tokens=32 depth=3 topk=2 size=8 hydra.run.dir=found"
+    )
+    assert run(monkeypatch, *given.split()) == cli.OK
+    found = json.loads((away / "found/tuned.json").read_text())["confirmed"]
+    assert all(abs(one["gap"]) < 0.10 for one in found), [one["gap"] for one in found]
+    assert "within 10% of the prediction" in capsys.readouterr().out
