@@ -50,3 +50,25 @@ def permuted(target, folder, *, without=(), merges=(), extra=0, seed=0):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def random_model(tokenizer, folder, *, positions=4096, seed=3):
+    """A model of two layers for `tokenizer`, saved in `folder`."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=positions,
+        initializer_range=0.5,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).double().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
