@@ -91,7 +91,9 @@ def make(target: Any, out: Path, data: Path, tokens: int, width: int, layers: in
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     size = sum(weight.numel() for weight in model.parameters())
-    return f"{out}: {size:,} parameters, {len(tokenizer)} tokens, trained on {len(stream):,}, loss {loss:.2f} nats a token"
+    return (
+        f"{out}: {size:,} parameters, {len(tokenizer)} tokens, trained on {len(stream):,}, loss {loss:.2f} nats a token"
+    )
 
 
 def main(arguments: list[str]) -> None:

@@ -94,7 +94,7 @@ class Spelling:
 
 
 def kind_of(tokenizer: Any, name: str) -> str:
-    """"bytes" or "sentencepiece", by the tokenizer's own decoder. Raises UserError for any other."""
+    """ "bytes" or "sentencepiece", by the tokenizer's own decoder. Raises UserError for any other."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError(f"{name} comes without a fast tokenizer (tokenizer.json), so its tokens cannot be compared")
