@@ -1,6 +1,7 @@
 """A draft model with a tokenizer of its own, made from text that the target wrote: something to draft with across vocabularies.
 
-    python experiments/vocabulary.py [out=FOLDER] [tokens=1024] [width=128] [layers=2] [minutes=3] [steps=MOST] [data=FOLDER] [target=... overrides]
+    python experiments/vocabulary.py [out=FOLDER] [tokens=1024] [width=128] [layers=2] [minutes=3] [steps=MOST] [data=FOLDER]
+        [target=... overrides]
 
 A byte-level BPE is trained on the dialogues in `data` (those shipped for the built-in target), then a small Llama on its
 tokens. `out` is used with `drafter=small_lm drafter.id=FOLDER drafter.vocab=intersection` (or `text`).

@@ -1,7 +1,7 @@
 """A draft's text in the target's tokens: what is common to both tokenizers is the text alone.
 
-After universal assisted generation (transformers): the draft is read together with the newest text that it goes on from, so that
-both are cut as the target's tokenizer would cut the whole, and the draft is what lies behind the last token in common.
+After universal assisted generation (transformers): the draft is read together with the newest text that it goes on from, so
+that both are cut as the target's tokenizer would cut the whole, and the draft is what lies behind the last token in common.
 """
 
 from __future__ import annotations
