@@ -102,5 +102,6 @@ def require_same_vocabulary(target: HFModel, other: HFModel, name: str) -> None:
     if odd:
         raise UserError(
             f"{name} has another vocabulary than the target ({len(odd)} tokens differ, e.g. {odd[0]!r}: "
-            f"{ours.get(odd[0])} in the target, {theirs.get(odd[0])} in the drafter): use a model of the same family"
+            f"{ours.get(odd[0])} in the target, {theirs.get(odd[0])} in the drafter): use "
+            "drafter.vocab=intersection or text, or a model of the same family"
         )

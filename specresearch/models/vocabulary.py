@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,6 +53,28 @@ class DraftVocabulary(nn.Module):
             full[..., : logits.shape[-1]] = logits
             return full
         return full.scatter_(-1, self.kept.expand_as(logits), logits)
+
+
+class SharedTokens:
+    """Tokens that two vocabularies write alike, as (target's id, draft model's id), ascending by the first.
+
+    The law of a draft model restricted to them and renormalised is the softmax of what `spread` gives: each logit goes to its
+    token's own place, and there is nothing elsewhere. So q is the very law that children are drawn from.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[int, int]], device: torch.device):
+        table = torch.tensor(sorted(pairs), device=device).view(-1, 2)
+        self.ours, self.theirs = table[:, 0].contiguous(), table[:, 1].contiguous()
+
+    def spread(self, logits: Tensor, size: int) -> Tensor:
+        """The draft model's logits [..., its V] -> [..., size] in the target's order, -inf at what is not shared."""
+        full = logits.new_full((*logits.shape[:-1], size), -torch.inf)
+        return full.index_copy_(-1, self.ours, logits.index_select(-1, self.theirs))
+
+    def translate(self, tokens: Tensor) -> Tensor:
+        """The target's ids, shared ones, to the draft model's; others (of nodes that nobody proposed) to any id."""
+        place = torch.searchsorted(self.ours, tokens.contiguous()).clamp(max=len(self.ours) - 1)
+        return self.theirs[place]
 
 
 def take_from_target(head: nn.Module, names: tuple[str, ...], embedding: Tensor, output: Tensor) -> None:
