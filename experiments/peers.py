@@ -37,62 +37,52 @@ from __future__ import annotations
 
 import gc
 import json
-import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from engines import ECONOMIZE, ENGINES, FLASHSPEC, Decode, Models, Setting, configuration, own, start
-from machine import bandwidth, weight_bytes
+from aside import batches, differences, pass_times, weights, where
+from engines import ENGINES
+from plain_models import Models, configuration, own
+from race import Prompt, Racer, take_turns
 from standing import Standing, tables
 
 from specresearch import cli, console
 from specresearch.build import make
-from specresearch.decode import Decoder, Job
-from specresearch.models.hf import one_line
-from specresearch.provenance import peak_memory, provenance, reset_peak_memory
-from specresearch.results import append_lines, read_lines
+from specresearch.provenance import peak_memory, reset_peak_memory
+from specresearch.results import read_lines
 from specresearch.types import UserError
 
 OPTIONS = {
     "out": "",
     "rows": "",
-    "limit": "14",
+    "limit": "",
     "max_new_tokens": "64",
     "repeats": "1",
     "memory": "",
     "tune": "",
     "one": "",
 }
-WARM_UP, TUNED_ON, TUNED_TOKENS, BATCH = 8, 7, 24, 8
+PROMPTS, TUNED_ON, TUNED_TOKENS = 14, 7, 24
 
 
 @dataclass(frozen=True)
 class Plan:
     folder: Path
     rows: list[str]
-    limit: int
+    limit: int | None  # prompts of the table; None: 14, or as many as there are
     budget: int
     repeats: int
     given: list[str]  # overrides of our own command line
     memory: bool = False
     tune: bool = False
     one: str = ""  # the row whose memory this process measures
-
-
-@dataclass(frozen=True)
-class Prompt:
-    id: Any
-    kind: str
-    ids: list[int]
 
 
 def plan_of(arguments: Sequence[str]) -> Plan:
@@ -102,60 +92,24 @@ def plan_of(arguments: Sequence[str]) -> Plan:
     rows = said["rows"].split(",") if said["rows"] else list(ENGINES)
     if unknown := [row for row in [*rows, said["one"]] if row and row not in ENGINES]:
         raise UserError(f"rows={','.join(unknown)} is unknown: use some of {', '.join(ENGINES)}")
-    numbers = [said[key] for key in ("limit", "max_new_tokens", "repeats")]
-    if not all(number.isdigit() and int(number) > 0 for number in numbers):
-        raise UserError("limit, max_new_tokens and repeats are whole numbers of at least 1")
+    numbers = {key: said[key] for key in ("limit", "max_new_tokens", "repeats") if said[key] or key != "limit"}
+    if wrong := [f"{key}={number}" for key, number in numbers.items() if not number.isdigit() or not int(number)]:
+        raise UserError(f"{wrong[0]}: use a whole number of at least 1")
+    limit, budget, repeats = (
+        int(numbers[key]) if key in numbers else None for key in ("limit", "max_new_tokens", "repeats")
+    )
     folder = Path(said["out"] or f"runs/peers/{datetime.now():%Y-%m-%d_%H-%M-%S}")
-    return Plan(folder, rows, *map(int, numbers), given, said["memory"] == "true", said["tune"] == "true", said["one"])
-
-
-# -- one answer after the other --------------------------------------------------------------------------------------------
-
-
-class Racer:
-    """A row, started when its turn comes for the first time. What goes wrong in it is its own affair, and is written down."""
-
-    def __init__(self, name: str, setting: Setting, models: Models):
-        self.name, self.setting, self.models = name, setting, models
-        self.decode: Decode | None = None
-        self.fault = ""
-
-    def answer(self, prompt: Prompt, budget: int) -> dict[str, Any] | None:
-        """None where it cannot: `fault` says why."""
-        try:
-            if self.fault:
-                return None
-            if self.decode is None:
-                self.decode = start(self.name, self.models, self.setting)
-                self.decode(prompt.ids, min(WARM_UP, budget))
-            gc.collect()
-            began = time.perf_counter()
-            answer = self.decode(prompt.ids, budget)
-            seconds = time.perf_counter() - began
-        except Exception as error:  # other people's programs raise many kinds
-            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            self.fault = kind + one_line(error)
-            return None
-        done = {"tokens": len(answer.ids), "seconds": seconds, "passes": answer.passes, "output_ids": answer.ids}
-        return done | ({"time": answer.time} if answer.time else {})
-
-
-def take_turns(racers: Mapping[str, Racer], prompts: Sequence[Prompt], plan: Plan, path: Path) -> None:
-    """Every prompt by every row, in an order that rotates; what `path` holds already is not asked again."""
-    done = {(x["row"], x.get("id"), x.get("repeat")) for x in read_lines(path)}
-    turns = [(repeat, prompt) for repeat in range(plan.repeats) for prompt in prompts]
-    with console.progress() as bar:
-        task = bar.add_task("decoding", total=len(turns) * len(racers), note="")
-        for number, (repeat, prompt) in enumerate(turns):
-            if ("bandwidth", prompt.id, repeat) not in done:
-                rate = bandwidth(torch.device("cpu"))
-                append_lines(path, [{"row": "bandwidth", "id": prompt.id, "repeat": repeat, "rate": rate}])
-            at = number % len(racers)
-            for row in [*racers][at:] + [*racers][:at]:
-                place = {"row": row, "id": prompt.id, "kind": prompt.kind, "repeat": repeat}
-                if (row, prompt.id, repeat) not in done and (found := racers[row].answer(prompt, plan.budget)):
-                    append_lines(path, [place | {"prompt_tokens": len(prompt.ids)} | found])
-                bar.update(task, advance=1, note=row)
+    return Plan(
+        folder,
+        rows,
+        limit,
+        budget or 1,
+        repeats or 1,
+        given,
+        said["memory"] == "true",
+        said["tune"] == "true",
+        said["one"],
+    )
 
 
 # -- around it -------------------------------------------------------------------------------------------------------------
@@ -164,14 +118,15 @@ def take_turns(racers: Mapping[str, Racer], prompts: Sequence[Prompt], plan: Pla
 def prompts_of(models: Models, plan: Plan) -> tuple[list[Prompt], list[Prompt]]:
     """The table's, and those that settings are found on: the last ones, which the table must not hold."""
     questions = make(configuration(own("", models.given)), "prompts")
-    most = len(questions) - TUNED_ON
-    if plan.limit > most > 0:
-        raise UserError(f"limit={plan.limit}: use at most {most}, the others are for tune=true")
+    most = max(len(questions) - TUNED_ON, 1)
+    count = min(PROMPTS, most) if plan.limit is None else plan.limit
+    if count > most:
+        raise UserError(f"limit={count}: use at most {most}, the others are for tune=true")
     asked = [
         Prompt(q.id, q.kind, models.target.chat([{"role": "user", "content": q.turns[0]}]))
-        for q in [*questions[: plan.limit], *questions[max(most, 0) :]]
+        for q in [*questions[:count], *questions[most:]]
     ]
-    return asked[: plan.limit], asked[plan.limit :]
+    return asked[:count], asked[count:]
 
 
 def tune(plan: Plan, models: Models, prompts: Sequence[Prompt]) -> None:
@@ -180,7 +135,7 @@ def tune(plan: Plan, models: Models, prompts: Sequence[Prompt]) -> None:
     tried = {label: each for label, each in tried.items() if len(ENGINES[each[0]].settings) > 1}
     racers = {label: Racer(name, setting, models) for label, (name, setting) in tried.items()}
     path = plan.folder / "tuning.jsonl"
-    take_turns(racers, prompts, replace(plan, budget=min(plan.budget, TUNED_TOKENS), repeats=1), path)
+    take_turns(racers, prompts, 1, min(plan.budget, TUNED_TOKENS), path)
     rates: dict[str, float] = {}
     for label in tried:
         done = [x for x in read_lines(path) if x["row"] == label]
@@ -211,7 +166,7 @@ def record(plan: Plan, models: Models, prompts: Sequence[Prompt]) -> None:
     about |= wanted | {"settings": before | settings}
     write_json(plan.folder / "about.json", about)
     racers = {name: Racer(name, settings[name], models) for name in plan.rows}
-    take_turns(racers, prompts, plan, plan.folder / "lines.jsonl")
+    take_turns(racers, prompts, plan.repeats, plan.budget, plan.folder / "lines.jsonl")
     about["faults"] = about.get("faults", {}) | {name: racer.fault for name, racer in racers.items()}
     about |= {"where": where(models), "weights": weights(models), "prompts": len(prompts)}
     about["apart"] = differences(models, plan.folder, prompts)
@@ -220,86 +175,6 @@ def record(plan: Plan, models: Models, prompts: Sequence[Prompt]) -> None:
     if "batch" not in about and {"plain", "eagle"} <= set(plan.rows):
         about["batch"] = batches(models, settings, prompts, plan.budget)
     write_json(plan.folder / "about.json", about)
-
-
-def weights(models: Models) -> dict[str, int]:
-    """Bytes that a pass reads, by how they are held."""
-    model = models.target.model
-    return {"ours": weight_bytes(model), "float32": weight_bytes(model, 4), "bfloat16": weight_bytes(model, 2)}
-
-
-def pass_times(models: Models) -> dict[str, float]:
-    """Seconds of target passes, by nodes, in turns."""
-    times: dict[int, list[float]] = {nodes: [] for nodes in (1, 8, 32)}
-    for _ in range(3):
-        for nodes in times:
-            times[nodes].append(models.target.seconds(nodes))
-    return {str(nodes): statistics.median(each) for nodes, each in times.items()}
-
-
-def batches(
-    models: Models, settings: Mapping[str, Any], prompts: Sequence[Prompt], budget: int
-) -> dict[str, list[float]]:
-    """Tokens per second of eight rows at a time, plainly and with EAGLE, three times in turns."""
-    prompts = (list(prompts) * BATCH)[: 2 * BATCH]
-    parts = {
-        name: models.parts(f"drafter={drafter}", name=name) for name, drafter in (("plain", "none"), ("eagle", "eagle"))
-    }
-    capacity = 128 * -(-(max(len(p.ids) for p in prompts) + budget) // 128)
-    rates: dict[str, list[float]] = {name: [] for name in parts}
-    for number in range(3):
-        for name in [*parts][number % 2 :] + [*parts][: number % 2]:
-            mine, slots = parts[name], max(parts[name].policy.asked, parts[name].policy.size)
-            mine.target.reserve(BATCH, capacity, slots)
-            mine.drafter.reserve(BATCH, capacity, slots)
-            decoder = Decoder(mine, batch=BATCH, capacity=capacity, seed=0, decode=mine.target.text, stop=[])
-            began = time.perf_counter()
-            jobs = [Job(i, p.kind, 0, p.ids, budget) for i, p in enumerate(prompts)]
-            tokens = sum(len(e.tokens) for e in decoder.run(iter(jobs)))
-            rates[name].append(tokens / (time.perf_counter() - began))
-    return rates
-
-
-def differences(models: Models, folder: Path, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Where an answer first parts from plain decoding's: the largest distance of the two tokens' logits, by row."""
-    answers: dict[str, dict[Any, list[int]]] = {}
-    for x in read_lines(folder / "lines.jsonl"):
-        if "output_ids" in x:
-            answers.setdefault(x["row"], {}).setdefault(x["id"], x["output_ids"])
-    apart: dict[str, float] = {}
-    plain, asked = answers.get("plain", {}), {prompt.id: prompt.ids for prompt in prompts}
-    for row, each in answers.items():
-        for id, ids in each.items():
-            if id in plain and id in asked and ids != plain[id]:
-                apart[row] = max(apart.get(row, 0.0), distance(models.target, asked[id], ids, plain[id]))
-    return apart
-
-
-def distance(target: Any, prompt: list[int], one: list[int], other: list[int]) -> float:
-    """Infinite where one answer goes on and the other ends."""
-    at = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), None)
-    if at is None:
-        return float("inf")
-    known = torch.tensor([prompt + one[:at]], device=target.device)
-    logits = target.plain(known, torch.tensor([known.shape[1] - 1], device=target.device))[0, 0]
-    return float((logits[one[at]] - logits[other[at]]).abs())
-
-
-def where(models: Models) -> str:
-    source = provenance(models.target)
-    device, versions = source["device"], source["versions"]
-    others = ", ".join(f"{name} {installed(name)}" for name in (FLASHSPEC, ECONOMIZE))
-    return (
-        f"{source['time'][:10]}, {device['name']}, {device['threads']} threads, {device['dtype']}, "
-        f"torch {versions['torch']}, transformers {versions['transformers']}, {others}"
-    )
-
-
-def installed(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------------

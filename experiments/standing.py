@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from swept import markdown
 
 from specresearch.comparison.bootstrap import UNKNOWN, Bootstrap, Estimate, Quotient
 
@@ -94,11 +95,6 @@ def interval(found: Estimate) -> str:
     if found.value is None:
         return "-"
     return f"{found.value:.2f}" + (f" [{found.low:.2f}, {found.high:.2f}]" if found.low is not None else "")
-
-
-def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def tables(s: Standing) -> str:
@@ -230,6 +226,7 @@ def ahead(s: Standing, row: str, library: str) -> list[Goal]:
 def notes(s: Standing) -> str:
     answered = {id for row in s.times.values() for id in row}
     held = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in s.about["weights"].items())
+    failed = [f"{row}: {fault}" for row, fault in s.about.get("faults", {}).items() if fault and s.has(row)]
     tuned = [f"{row} {setting}" for row, setting in s.about["settings"].items() if setting and s.has(row)]
     return "\n".join(
         [
@@ -237,6 +234,7 @@ def notes(s: Standing) -> str:
             f"{' '.join(s.about['overrides']) or 'none'}",
             f"- memory is read at {s.bandwidth / 1e9:.1f} GB/s; a pass reads {held}",
             f"- settings: {'; '.join(tuned) or 'all default'}",
+            *(["- failed on some prompts: " + "; ".join(failed)] if failed else []),
             f"- {s.about['where']}",
         ]
     )
