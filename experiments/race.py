@@ -48,7 +48,6 @@ class Racer:
                 decode = start(self.name, self.models, self.setting)
                 decode(prompt.ids, min(WARM_UP, budget))
                 self.decode = decode
-            gc.collect()
             began = time.perf_counter()
             answer = self.decode(prompt.ids, budget)
             seconds = time.perf_counter() - began
@@ -70,6 +69,7 @@ def take_turns(racers: Mapping[str, Racer], prompts: Sequence[Prompt], repeats: 
             if ("bandwidth", prompt.id, repeat) not in done:
                 rate = bandwidth(torch.device("cpu"))
                 append_lines(path, [{"row": "bandwidth", "id": prompt.id, "repeat": repeat, "rate": rate}])
+            gc.collect()
             at = number % len(racers)
             for row in [*racers][at:] + [*racers][:at]:
                 place = {"row": row, "id": prompt.id, "kind": prompt.kind, "repeat": repeat}

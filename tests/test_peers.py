@@ -117,7 +117,7 @@ def test_bandwidth_is_measured(bench):
 # -- the race --------------------------------------------------------------------------------------------------------------
 
 
-ROWS = ["hf", "hf_lookup", "hf_assisted", "plain", "ngram", "small_lm"]
+ROWS = ["hf", "hf_assisted", "plain", "small_lm"]
 
 
 def run(bench, tmp_path, capsys, *more, rows=ROWS):
@@ -157,12 +157,12 @@ def test_a_race_is_gone_on_with(bench, models, tmp_path, capsys):
 
 
 def test_settings_are_found_on_other_prompts(bench, tmp_path, capsys):
-    rows = ["hf", "hf_lookup", "ngram"]
+    rows = ["hf", "hf_lookup", "economize_jump"]
     text = run(bench, tmp_path, capsys, "tune=true", "max_new_tokens=3", rows=rows)
     tried = [json.loads(x) for x in (tmp_path / "out" / "tuning.jsonl").read_text().splitlines()]
     assert {x["id"] for x in tried} == {6, 7, 8}
     chosen = json.loads((tmp_path / "out" / "settings.json").read_text())
-    assert chosen.keys() == {"hf_lookup", "ngram"} and text.count(" *") == 2
+    assert chosen.keys() == {"hf_lookup"} and text.count(" *") == 1
 
     def rate(row):
         own = [x for x in tried if x["row"] == row]
