@@ -21,6 +21,7 @@ from libraries import (
     flashspec,
     frspec,
     generate,
+    keep_skipped,
     layer_skip,
     medusa,
     our_heads,
@@ -60,6 +61,7 @@ WAITS = [
     {"num_assistant_tokens": n, "assistant_confidence_threshold": c}
     for n, c in ((20, 0.4), (5, 0.4), (3, 0.0), (2, 0.0))
 ]
+AUTO = {"overrides": ["tree=auto"]}  # left out where it is not to be had
 ENGINES: dict[str, Engine] = {
     "hf": Engine(HF, "generate", generate(lambda *_: {})),
     "hf_bf16": Engine(HF, "generate, bfloat16", generate(lambda *_: {}, torch.bfloat16), dtype=torch.bfloat16),
@@ -98,7 +100,9 @@ ENGINES: dict[str, Engine] = {
     "economize_frspec": Engine(
         ECONOMIZE, "early exit, our draft vocabulary", economize(frspec), [*cycles(4, depth=0.5), *cycles(2, depth=0.3)]
     ),
-    "economize_skip": Engine(ECONOMIZE, "layer skipping", economize(layer_skip), cycles(4, 2, share=0.34)),
+    "economize_skip": Engine(
+        ECONOMIZE, "layer skipping", economize(layer_skip, keep_skipped), cycles(4, 2, share=0.34)
+    ),
     "economize_medusa": Engine(ECONOMIZE, "Medusa, our heads", economize(medusa, our_heads), cycles(4, 3, 2)),
     "economize_eagle3": Engine(ECONOMIZE, "EAGLE-3, our head", eagle3),
     "economize_jump": Engine(
@@ -106,7 +110,7 @@ ENGINES: dict[str, Engine] = {
     ),
     "economize_mtp": Engine(ECONOMIZE, "multi-token prediction", cannot("this target ships no such modules")),
     "plain": Engine(OURS, "plain", ours("plain", "drafter=none")),
-    "ngram": Engine(OURS, "ngram", ours("ngram", "drafter=ngram"), [{}, *chains(3, 5, 7), *trees((4, 2, 6))]),
+    "ngram": Engine(OURS, "ngram", ours("ngram", "drafter=ngram"), [{}, *chains(3, 5, 7), *trees((4, 2, 6)), AUTO]),
     "medusa": Engine(OURS, "medusa", ours("medusa", "drafter=medusa"), [{}, *trees((1, 4, 4), (2, 2, 4))]),
     "small_lm": Engine(
         OURS, "small_lm", ours("small_lm", "drafter=small_lm"), [{}, *chains(1, 2, 3), *trees((1, 3, 4))]
@@ -116,7 +120,7 @@ ENGINES: dict[str, Engine] = {
         OURS,
         "eagle, tuned tree",
         ours("eagle_tuned", "drafter=eagle"),
-        [{}, *trees((1, 3, 4), (1, 2, 3), (2, 2, 4), (3, 2, 6), (3, 4, 8)), *chains(2, 3)],
+        [{}, *trees((1, 3, 4), (1, 2, 3), (2, 2, 4), (3, 2, 6), (3, 4, 8)), *chains(2, 3), AUTO],
     ),
 }
 

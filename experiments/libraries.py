@@ -174,9 +174,15 @@ def frspec(models: Models, setting: Any) -> Any:
 
 
 def layer_skip(models: Models, setting: Any) -> Any:
-    return config_of(
-        "layer_skip", "LayerSkipConfig", num_skip=max(1, int(len(models.target.blocks) * setting["share"]))
-    )
+    """The search for layers to skip takes a minute: once a process."""
+    if "layer_skip" in models.found:
+        return config_of("layer_skip", "LayerSkipConfig", skip_layers=models.found["layer_skip"])
+    count = max(1, int(len(models.target.blocks) * setting["share"]))
+    return config_of("layer_skip", "LayerSkipConfig", num_skip=count)
+
+
+def keep_skipped(models: Models, wrapped: Any) -> None:
+    models.found["layer_skip"] = wrapped.techniques["layer_skip"].skip_layers
 
 
 def medusa(models: Models, setting: Any) -> Any:

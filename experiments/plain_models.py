@@ -42,6 +42,7 @@ class Models:
 
     def __init__(self, given: Sequence[str]):
         self.given = list(given)
+        self.found: dict[str, Any] = {}  # what a library's search found, by technique
         self.copies: dict[tuple[str, torch.dtype | None], Any] = {}
 
     def parts(self, *chosen: str, name: str = "") -> Parts:
