@@ -289,6 +289,9 @@ def test_an_answer_that_differs_is_counted(bench):
 
 def test_goals_are_met_or_not(bench):
     s = standing(bench, hf=0.2, hf_bf16=0.18, hf_lookup=0.15, flashspec_lookup=0.08, plain=0.1, ngram=0.1, eagle=0.06)
+    for x in s.lines:
+        if x["row"] == "flashspec_lookup" and x["kind"] == "rag":
+            x["seconds"] /= 1.25
     s.held["hf_bf16"] = "float32"
     met = {
         name: (figure, yes)
@@ -302,7 +305,7 @@ def test_goals_are_met_or_not(bench):
     assert by("eagle: outside")[1] == "no"
     assert by("eagle / transformers' generate")[1] == "yes"
     assert by("best assisted")[1] == "yes"
-    assert by("best of flashspec") == ("1.33 on qa (flashspec_lookup)", "yes")
+    assert by("best of flashspec") == ("1.07 on rag (flashspec_lookup)", "yes")
     assert by("best of economize")[1] == "not measured"
     assert by("copying prompts")[1] == "yes"
     slower = standing(bench, hf=0.2, economize_model=0.05, eagle=0.06)
