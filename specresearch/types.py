@@ -143,7 +143,9 @@ class Probs(Protocol):
 
 
 class Matcher(Protocol):
-    """Where one answer stands in a grammar."""
+    """Where one answer stands in a grammar. `terminated`: EOS was accepted, and nothing can follow."""
+
+    terminated: bool
 
     def accept(self, token: int) -> bool:
         """Go on by `token`; False, and nothing changes, where the grammar forbids it."""
@@ -151,11 +153,6 @@ class Matcher(Protocol):
 
     def rollback(self, count: int) -> None:
         """Take the last `count` accepted tokens back."""
-        ...
-
-    @property
-    def terminated(self) -> bool:
-        """EOS was accepted: nothing can follow."""
         ...
 
     def fill(self, allow: Tensor, row: int) -> None:

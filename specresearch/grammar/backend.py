@@ -52,19 +52,19 @@ class Matcher:
 
     def __init__(self, grammar: Compiled):
         self.grammar, self.inner = grammar, grammar.xgrammar.GrammarMatcher(grammar.compiled)
+        self.terminated = False
 
     def accept(self, token: int) -> bool:
         if self.terminated or token in self.grammar.silent or not 0 <= token < self.grammar.vocab_size:
             return False  # the library would say so on the console as well
-        return self.inner.accept_token(token)
+        accepted = self.inner.accept_token(token)
+        self.terminated = accepted and token in self.grammar.eos
+        return accepted
 
     def rollback(self, count: int) -> None:
         if count:
             self.inner.rollback(count)
-
-    @property
-    def terminated(self) -> bool:
-        return self.inner.is_terminated()
+            self.terminated = False
 
     def fill(self, allow: Tensor, row: int) -> None:
         self.inner.fill_next_token_bitmask(allow, row)
