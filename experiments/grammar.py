@@ -143,7 +143,11 @@ def tables(done: Done) -> list[str]:
         ended = sum(line["finish"] == "eos" for line in lines)
         cells = [number(found["mean_accepted_length"]), number(found["acceptance_rate"]), f"{spent / wall:.1%}"]
         rows[name] = [*cells, f"{spent / max(found['steps'], 1) * 1e6:.0f}", f"{ended} of {len(lines)}", str(tokens)]
-    return [markdown("", ["accepted length", "acceptance rate", "masks, share of time", "us a step", "ended", "tokens"], rows)]
+    return [
+        markdown(
+            "", ["accepted length", "acceptance rate", "masks, share of time", "us a step", "ended", "tokens"], rows
+        )
+    ]
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from helpers import decode, drafters, trees
 import specresearch
 from specresearch import certify, cli
 from specresearch.drafters.none import NoDrafter
-from specresearch.grammar.backend import Compiled, parse
+from specresearch.grammar.backend import Compiled, library, parse
 from specresearch.grammar.rows import Rows, Walk, masks, standing
 from specresearch.grammar.source import ebnf, json_schema, regex
 from specresearch.kernels.mask import pack_words, unpack
@@ -23,6 +24,7 @@ from specresearch.lossless.enumeration import Outcomes, Table, complete, outcome
 from specresearch.lossless.exact import EXACT
 from specresearch.lossless.greedy import GreedyJudge, TokensJudge
 from specresearch.lossless.reference import Reference, judge
+from specresearch.models import tiny
 from specresearch.sampling import Sampler, TreeProbs
 from specresearch.trees.dynamic import DynamicTree
 from specresearch.trees.static import Chain, StaticTree
@@ -46,18 +48,10 @@ PATTERNS = {  # with all words that they match, of up to six letters
 }
 
 
-class Letters:
-    """A tokenizer that has nothing but a vocabulary, for xgrammar."""
-
-    def __init__(self):
-        import xgrammar
-
-        self.info = xgrammar.TokenizerInfo([*LETTERS, "<eos>"], vocab_size=4, stop_token_ids=[EOS])
-
-
 def letters(pattern: str, monkeypatch) -> Compiled:
-    monkeypatch.setattr("specresearch.grammar.backend.vocabulary", lambda library, target: Letters().info)
-    target = type("Target", (), {"vocab_size": 4, "eos": (EOS,), "device": torch.device("cpu")})
+    tokens = library().TokenizerInfo([*LETTERS, "<eos>"], vocab_size=4, stop_token_ids=[EOS])
+    monkeypatch.setattr("specresearch.grammar.backend.vocabulary", lambda *_: tokens)
+    target = SimpleNamespace(vocab_size=4, eos=(EOS,), device=torch.device("cpu"))
     return Compiled(parse("regex", pattern, {}, ""), target, pattern, "regex", False)
 
 
@@ -110,7 +104,10 @@ def cut(found: Outcomes) -> Outcomes:
 RULES = {
     "rejection of points": (Rejection(), StaticTree(widths=[2, 1], temperature=1, draw="topk")),
     "rejection, dynamic": (Rejection(), DynamicTree(depth=2, topk=2, size=5, temperature=1)),
-    "rejection without replacement": (Rejection(), StaticTree(widths=[2, 1], temperature=1, draw="without_replacement")),
+    "rejection without replacement": (
+        Rejection(),
+        StaticTree(widths=[2, 1], temperature=1, draw="without_replacement"),
+    ),
     "rejection, iid": (Rejection(), StaticTree(widths=[2, 1], temperature=1, draw="iid")),
     "target_only": (TargetOnly(), StaticTree(widths=[3, 2], temperature=1, draw="topk")),
     "sample_and_match": (SampleAndMatch(), StaticTree(widths=[2, 2], temperature=1, draw="topk")),
@@ -121,9 +118,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(
-    ("pattern", "drafts"), [("(a|b)(b|c)?", "free"), ("a(b|ca?)?b?", "constrained"), ("[ab]*c", "free")]
-)
+@pytest.mark.parametrize(("pattern", "drafts"), [("(a|b)(b|c)?", "free"), ("a(b|ca?)?b?", "constrained")])
 def test_the_law_is_that_of_constrained_plain_decoding(rule, pattern, drafts, monkeypatch):
     """Every outcome of one step, drafts off the grammar included, adds up to the constrained law: TV below 1e-12."""
     words, grammar = PATTERNS[pattern], letters(pattern, monkeypatch)
@@ -204,7 +199,14 @@ def test_a_walk_goes_back_and_forth(monkeypatch):
 WORDS = sorted("".join(w) for n in (1, 2, 3) for w in product(["yes", "no", "not yet", "{}", "é"], repeat=n))
 SPELLED: list[list[int]] = []  # in the tiny target's tokens
 RULES_OF_WORDS = 'root ::= word | word word | word word word\nword ::= "yes" | "no" | "not yet" | "{}" | "é"'
-PROMPTS = [list(b"yesnoyesno maybe"), list(b"x"), list(b"not yet not yet not"), list(b"{}{}{}"), list(b"zz"), list(b"no")]
+PROMPTS = [
+    list(b"yesnoyesno maybe"),
+    list(b"x"),
+    list(b"not yet not yet not"),
+    list(b"{}{}{}"),
+    list(b"zz"),
+    list(b"no"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -314,6 +316,23 @@ def test_checks_know_the_grammar(target, words_grammar, expected):
         assert judged.violations[0]["position"] == 0 and json.dumps(judged.violations, allow_nan=False)
 
 
+def test_special_tokens_are_no_text(target):
+    """A token that the text leaves out has no place in a grammar, whatever its name; one that is shown has its name's place."""
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<hidden>"]})
+    tokenizer.add_tokens(["<shown>"])
+    size, eos = len(tokenizer) + 5, (tokenizer.eos_token_id,)  # with padded rows of the head
+    stub = SimpleNamespace(vocab_size=size, eos=eos, device=target.device, tokenizer=tokenizer)
+    allow = torch.zeros(1, -(-size // 32), dtype=torch.int32)
+    regex(pattern="[<>a-z]*", draft=False).compile(stub).matcher().fill(allow, 0)
+    found = set(unpack(allow, size)[0].nonzero()[:, 0].tolist())
+    shown, hidden, letter = tokenizer.convert_tokens_to_ids(["<shown>", "<hidden>", "a"])
+    assert {shown, letter, *eos} <= found and hidden not in found and max(found) == shown
+    for lacking in ({"eos": ()}, {"tokenizer": None}):
+        with pytest.raises(UserError, match="a grammar needs a target with"):
+            regex(pattern="a", draft=False).compile(SimpleNamespace(**{**vars(stub), **lacking}))
+
+
 def test_standing(target, words_grammar):
     ids = [target.tokenizer.convert_tokens_to_ids(c) for c in "yesno"]
     eos = target.eos[0]
@@ -373,11 +392,16 @@ def test_a_schema_as_a_mapping_as_text_and_as_a_file_is_one_grammar(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(json.loads(SCHEMA)))
     given = (json.loads(SCHEMA), SCHEMA, str(tmp_path / "a.json"))
     assert len({json_schema(schema=x, whitespace=0, draft=False).origin for x in given}) == 1
-    assert json_schema(schema=SCHEMA, whitespace=1, draft=False).origin != json_schema(schema=SCHEMA, whitespace=0, draft=False).origin
+    assert (
+        json_schema(schema=SCHEMA, whitespace=1, draft=False).origin
+        != json_schema(schema=SCHEMA, whitespace=0, draft=False).origin
+    )
 
 
 def test_from_python():
-    made = specresearch.engine("target=tiny", "drafter=ngram", "grammar=regex", r"grammar.pattern=(no|yes), [0-9]{2}\$?")
+    made = specresearch.engine(
+        "target=tiny", "drafter=ngram", "grammar=regex", r"grammar.pattern=(no|yes), [0-9]{2}\$?"
+    )
     assert re.fullmatch(r"(no|yes), [0-9]{2}\$?", made.generate("no, no, no").text)
     made = specresearch.engine("target=tiny", "drafter=ngram", "grammar=json_schema", f"grammar.schema={SCHEMA}",
                                "grammar.whitespace=0")  # fmt: skip
@@ -393,7 +417,9 @@ def run(tmp_path, monkeypatch, capsys):
     """Call a command in this process -> what it printed; its exit status must be `code`."""
 
     def call(*overrides: str, command=cli, code: int = 0) -> str:
-        base = [] if any(o.startswith("resume=") for o in overrides) else ["target=tiny", "drafter=ngram", "tracker=none"]
+        base = (
+            [] if any(o.startswith("resume=") for o in overrides) else ["target=tiny", "drafter=ngram", "tracker=none"]
+        )
         monkeypatch.setattr(sys, "argv", ["specresearch", *base, *overrides])
         monkeypatch.chdir(tmp_path)
         with pytest.raises(SystemExit) as left:
@@ -441,7 +467,9 @@ def test_jobs_of_a_sweep_share_plain_answers_of_one_grammar_only(run, tmp_path):
 def test_certify_judges_a_log_by_the_grammar(run, tmp_path, temperature):
     """A right log passes; one answer that leaves the grammar is a violation."""
     grammar = ["grammar=regex", "grammar.pattern=(no|yes)+"]
-    made = specresearch.engine("target=tiny", "drafter=ngram", *grammar, f"temperature={temperature}", "max_new_tokens=9")
+    made = specresearch.engine(
+        "target=tiny", "drafter=ngram", *grammar, f"temperature={temperature}", "max_new_tokens=9"
+    )
     asked = {f"prompt {i}": made.parts.target.chat([{"role": "user", "content": f"prompt {i}"}]) for i in range(6)}
     lines = [{"prompt_ids": ids, "output_ids": made.generate(prompt).ids} for prompt, ids in asked.items()]
     path = tmp_path / "log.jsonl"
@@ -467,3 +495,56 @@ def test_plain_decoding_is_constrained_from_the_first_token(target, words_gramma
     (turn,) = decode(target, PROMPTS[:1], drafter=NoDrafter(target), policy=trees()["chain"], budget=1,
                      sampler=Sampler(grammar=words_grammar))  # fmt: skip
     assert turn.finish == "length" and turn.output_ids[0] in following(target, [])
+
+
+# -- the built-in target ---------------------------------------------------------------------------------------------------
+
+
+def record(**properties) -> dict:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+SHORT = {"type": "string", "maxLength": 24}
+SCHEMAS = {  # each with a question, and a test of the answer beyond its being JSON
+    "person": (record(name=SHORT, age={"type": "integer", "minimum": 0, "maximum": 120}), "Describe a person as JSON.",
+               lambda x: {*x} == {"name", "age"} and 0 <= x["age"] <= 120),
+    "choice": ({"enum": ["red", "green", "blue"]}, "What colour is the sky?", lambda x: x in ("red", "green", "blue")),
+    "flag": ({"type": "boolean"}, "Is water wet?", lambda x: isinstance(x, bool)),
+    "numbers": ({"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 3, "maxItems": 5},
+                "Give some primes.", lambda x: 3 <= len(x) <= 5 and all(type(i) is int for i in x)),
+    "nested": (record(at=record(x={"type": "integer", "minimum": 0, "maximum": 9}, y={"type": "boolean"})),
+               "Where is it?", lambda x: type(x["at"]["x"]) is int and isinstance(x["at"]["y"], bool)),
+    "either": ({"anyOf": [{"type": "null"}, record(why=SHORT)]}, "Why?", lambda x: x is None or {*x} == {"why"}),
+    "strings": ({"type": "array", "items": {**SHORT, "maxLength": 8}, "minItems": 2, "maxItems": 2}, "Name two cities.",
+                lambda x: len(x) == 2 and all(len(s) <= 8 for s in x)),
+    "coded": (record(code={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}), "Give me the code.",
+              lambda x: re.fullmatch("[A-Z]{2}-[0-9]{3}", x["code"])),
+    "constant": (record(version={"const": 3}, ok={"type": "boolean"}), "Which version?", lambda x: x["version"] == 3),
+    "optional": ({"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}}, "required": ["b"],
+                  "additionalProperties": False}, "Say something.", lambda x: x["b"] is None and {*x} <= {"a", "b"}),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_ten_schemas_on_the_built_in_target():
+    """Greedy answers equal plain constrained decoding's, up to near-ties; each parses and follows its schema."""
+    from specresearch.models import smollm2
+
+    target, said = smollm2.load(), {}
+    assert len(SCHEMAS) == 10
+    for name, (schema, question, right) in SCHEMAS.items():
+        answers = {}
+        for mode in (["drafter=none"], ["drafter=eagle"], ["drafter=eagle", "grammar.draft=true"]):
+            given = ["grammar=json_schema", f"grammar.schema={json.dumps(schema)}", "grammar.whitespace=1", *mode]
+            made = specresearch.engine(*given, "max_new_tokens=64", target=target)
+            result = made.generate(question)
+            assert result.finish == "eos" and right(json.loads(result.text)), (name, result.text)
+            answers[" ".join(mode)] = result.ids
+            prompt = target.chat([{"role": "user", "content": question}])
+            judged = TokensJudge(target, made.parts.sampler)
+            judged.add({"id": name, "turn": 0, "prompt_ids": prompt, "output_ids": result.ids})
+            assert not judged.violations
+        plain, *others = answers.values()
+        said[name] = [other == plain for other in others]
+        assert all(said[name]) or judged.near_ties, name
+    assert sum(map(sum, said.values())) >= 18

@@ -16,7 +16,17 @@ from specresearch.overrides import CONF
 from specresearch.results import Results
 from specresearch.types import UserError
 
-SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "stop", "max_new_tokens", "grammar")
+SETTINGS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "logit_bias",
+    "stop",
+    "max_new_tokens",
+    "grammar",
+)
 CONDITIONS = ("prompts", "target", "dtype", *SETTINGS)  # what `allow=` takes
 PLACEMENT = ("device", "device_map", "dtype", "wheel")  # keys of a target that do not change which model it is
 # Keys that say how a run is shown and checked, not what it does; `limit` is seen in the prompts.

@@ -1,4 +1,4 @@
-"""xgrammar: the only file that imports it. A grammar, compiled for the tokens of one target, and where an answer stands in it."""
+"""xgrammar, imported nowhere else: a grammar, compiled for the tokens of one target, and where an answer stands in it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def vocabulary(xgrammar: Any, target: Target) -> Any:
     tokenizer = getattr(target, "tokenizer", None)
     if tokenizer is None or not target.eos:
         lacks = "tokenizer" if tokenizer is None else "end-of-text token"
-        raise UserError(f"a grammar needs a target with a tokenizer and an end-of-text token, and this one has no {lacks}")
+        raise UserError(
+            f"a grammar needs a target with a tokenizer and an end-of-text token, and this one has no {lacks}"
+        )
     stops = {"vocab_size": target.vocab_size, "stop_token_ids": list(target.eos)}
     try:
         plain = xgrammar.TokenizerInfo.from_huggingface(tokenizer, **stops)

@@ -64,7 +64,9 @@ def _read(key: str, given: Any, stands: Callable[[str], bool]) -> str:
         return Path(text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"grammar.{key}={_short(text)} cannot be read: {reason}; give a file, or the {key} itself") from None
+        raise UserError(
+            f"grammar.{key}={_short(text)} cannot be read: {reason}; give a file, or the {key} itself"
+        ) from None
 
 
 def _text(key: str, given: Any) -> str:

@@ -221,9 +221,7 @@ class Outcomes:
 Laws = Callable[[Tree, Table, Tensor], Probs]  # what the verifier sees of p
 
 
-def outcomes(
-    policy: TreePolicy, verifier: Verifier, p: Table, q: Table, laws: Laws = TableProbs
-) -> Iterator[Outcomes]:
+def outcomes(policy: TreePolicy, verifier: Verifier, p: Table, q: Table, laws: Laws = TableProbs) -> Iterator[Outcomes]:
     """All outcomes of one step, each once, for all instances of the tables p and q together."""
     pending = [Scripts.start(len(p))]
     while pending:
