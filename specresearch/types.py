@@ -92,9 +92,7 @@ class Tree:
     growth: Growth
     levels: int  # no node is deeper than this
     q: Tensor | None = None  # [B, N, V]; q[:, i] = the law that node i's children were drawn from
-    allow: Tensor | None = (
-        None  # int32 [B, N, ceil(V/32)]; a bit for each token that may follow the node; None: all may
-    )
+    allow: Tensor | None = None  # int32 [B, N, ceil(V/32)]; a bit a token: it may follow the node; None: all may
 
     @staticmethod
     def of_root(step: Step) -> Tree:

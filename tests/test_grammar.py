@@ -35,6 +35,7 @@ from specresearch.verifiers.sample_and_match import SampleAndMatch
 from specresearch.verifiers.spectr import SpecTr
 from specresearch.verifiers.target_only import TargetOnly
 from specresearch.verifiers.traversal import Traversal
+from specresearch.verifiers.typical import Typical
 
 pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
 
@@ -251,6 +252,14 @@ def test_greedy_answers_equal_naive_constrained_decoding(
     turns = decode(target, PROMPTS, drafter=part, policy=policy, sampler=sampler, batch=2)
     assert [turn.output_ids for turn in turns] == expected
     assert all(turn.finish == "eos" and turn.text in WORDS for turn in turns)
+
+
+def test_a_rule_that_asks_for_all_nodes_at_once_sees_the_same_law(target, draft_folder, words_grammar, expected):
+    part = drafters(target, draft_folder)["early_exit"]
+    policy, sampler = StaticTree(widths=[3, 2], temperature=0), Sampler(grammar=words_grammar)
+    rule = Typical(posterior_threshold=0.09, posterior_alpha=0.3)
+    turns = decode(target, PROMPTS, drafter=part, policy=policy, verifier=rule, sampler=sampler, batch=3)
+    assert [turn.output_ids for turn in turns] == expected
 
 
 def test_draft_masks_make_drafts_that_follow_the_grammar(target, draft_folder, words_grammar, monkeypatch):
