@@ -18,9 +18,10 @@ from specresearch.baseline import plain_of
 from specresearch.conversations import Settings
 from specresearch.decode import Decoder, Emission, Job, Parts
 from specresearch.fit import check_fit
+from specresearch.grammar.source import Source
 from specresearch.parallel import Group, current
 from specresearch.sampling import Sampler
-from specresearch.types import Drafter, Target, UserError
+from specresearch.types import Drafter, Grammar, Target, UserError
 
 
 def make(cfg: DictConfig, group: str, **runtime: Any) -> Any:
@@ -51,9 +52,14 @@ def settings_of(cfg: DictConfig) -> Settings:
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias")
 
 
-def sampler_of(cfg: DictConfig) -> Sampler:
+def sampler_of(cfg: DictConfig, grammar: Grammar | None = None) -> Sampler:
     values: Any = OmegaConf.to_object(cfg)
-    return Sampler(**{name: values[name] for name in SAMPLING})
+    return Sampler(**{name: values[name] for name in SAMPLING}, grammar=grammar)
+
+
+def grammar_of(cfg: DictConfig) -> Source | None:
+    """What the answers must follow, before the target is known whose tokens they are made of."""
+    return make(cfg, "grammar") if "grammar" in cfg else None
 
 
 def make_target(cfg: DictConfig) -> Target:
@@ -94,11 +100,13 @@ class Shared:
 
 def build(cfg: DictConfig, target: Target | None = None, shared: Shared | None = None) -> Parts:
     """All parts of a run, checked against each other. Raises UserError for a combination that would be wrong."""
-    sampler = sampler_of(cfg)
+    sampler, source = sampler_of(cfg), grammar_of(cfg)
     make(cfg, "kernels")
     policy, verifier = make(cfg, "tree"), make(cfg, "verifier")
     check_fit(Drafter(), policy, verifier, sampler.temperature, cfg.lossy)  # before any model is loaded
     target = target or (shared.get(cfg) if shared else make_target(cfg))
+    if source is not None:
+        sampler = sampler_of(cfg, source.compile(target))
     drafter = make(cfg, "drafter", target=target)
     policy.prepare(target.seconds)
     check_fit(drafter, policy, verifier, sampler.temperature, cfg.lossy)

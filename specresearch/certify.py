@@ -20,7 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from specresearch import audited, cli, console, options, overrides
-from specresearch.build import build, make, sampler_of
+from specresearch.build import build, grammar_of, make, sampler_of
 from specresearch.conversations import Settings
 from specresearch.decode import Parts
 from specresearch.lossless.blackbox import BlackBox, plan
@@ -217,7 +217,8 @@ class Audit:
 
     def _made(self) -> tuple[Target, Sampler]:
         if self.cfg.engine != "own":
-            return make(self.cfg, "target"), sampler_of(self.cfg)
+            source, target = grammar_of(self.cfg), make(self.cfg, "target")
+            return target, sampler_of(self.cfg, None if source is None else source.compile(target))
         parts = build(self.cfg)
         if parts.drafter.simulated:
             raise UserError(

@@ -143,7 +143,8 @@ def plain_answers(cfg: DictConfig, parts: Parts, settings: Settings, sweep: Path
         return None
     values: Any = OmegaConf.to_container(cfg, resolve=True)
     model = [values["target"], values["kernels"]]
-    sampling = [values[name] for name in SAMPLING]
+    grammar = parts.sampler.grammar
+    sampling = [*(values[name] for name in SAMPLING), *([grammar.origin] if grammar else [])]
     origin = [model, parts.target.fingerprint(), sampling, settings.seed, settings.stop, settings.batch_size]
     return Answers(sweep / "baseline", origin)
 

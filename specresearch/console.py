@@ -87,6 +87,7 @@ def rows(s: dict[str, Any]) -> list[tuple[str, Text]]:
     time = "  ".join(f"{k} {v / total:.0%}" for k, v in s["time"].items()) if total else "-"
     counts = f"{s['prompts']} answers, {s['tokens']} tokens, {s['steps']} steps, {s['target_passes']} target passes"
     loud = [("SIMULATED", Text(s["simulated"], style=VERDICT_STYLE["simulated"]))] if s.get("simulated") else []
+    grammar = [("grammar", Text(constrained(s["grammar"], total)))] if "grammar" in s else []
     return [
         *loud,
         ("accepted length", Text(f"{number(s['mean_accepted_length'])} tokens per target pass, bonus included")),
@@ -95,8 +96,17 @@ def rows(s: dict[str, Any]) -> list[tuple[str, Text]]:
         ("speed", Text(speed)),
         ("time", Text(time)),
         ("counted", Text(counts)),
+        *grammar,
         ("losslessness", losslessness(s["lossless"])),
     ]
+
+
+def constrained(found: dict[str, Any], total: float) -> str:
+    """`total` seconds of speculative decoding."""
+    answers = found["complete"] + found["cut"] + found["off"]
+    rest = f", {found['cut']} cut short" * bool(found["cut"]) + f", {found['off']} OFF THE GRAMMAR" * bool(found["off"])
+    share = f"   masks {found['mask_seconds'] / total:.1%} of the time" if total else ""
+    return f"{found['kind']}: {found['complete']} of {answers} answers complete{rest}{share}"
 
 
 def bars(histogram: Mapping[str, float]) -> str:

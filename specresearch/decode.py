@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specresearch.clock import Clock
+from specresearch.grammar.rows import Rows
 from specresearch.rng import CounterRng, row_key
 from specresearch.sampling import Sampler
 from specresearch.types import Drafter, Frontier, Step, Target, Tree, TreePolicy, UserError, Verdict, Verifier
@@ -89,6 +90,8 @@ class Decoder:
         self.live = zeros.bool()
         self.tokens = torch.zeros(batch, capacity + parts.policy.depth + 2, dtype=torch.long, device=self.device)
         self.turns: list[Turn | None] = [None] * batch
+        grammar = parts.sampler.grammar
+        self.grammar = None if grammar is None else Rows(grammar, batch, self.device)
 
     @torch.inference_mode()
     def run(self, jobs: Iterator[Job]) -> Iterator[Emission]:
@@ -106,9 +109,11 @@ class Decoder:
         step, clock = self._view(), self.clock
         clock.mark("draft")
         tree = drafter.propose(step, policy, self.ask)
+        masks = None if self.grammar is None else self.grammar.look(tree)
         clock.mark("target")
         output = target.forward(step, tree, drafter.taps)
         clock.mark("verify")
+        tree = tree if masks is None else replace(tree, allow=masks())
         verdict = verifier.verify(tree, sampler.probs(output.logits, step, tree), step.rng)
         verdict, emitted = self._trim(step, tree, verdict)
         clock.mark("commit")
@@ -130,7 +135,9 @@ class Decoder:
             raise UserError(
                 f"the drafter answered with logits {list(logits.shape)}, [B, W, V] = {list(shape)} is needed"
             )
-        return sampler.draft(logits, frontier, policy.temperature)
+        constrained = self.grammar is not None and self.grammar.grammar.draft
+        allow = self.grammar.frontier(frontier) if self.grammar is not None and constrained else None
+        return sampler.draft(logits, frontier, policy.temperature, allow)
 
     def _parts(self) -> tuple[Target, Drafter, TreePolicy, Verifier, Sampler]:
         p = self.parts
@@ -173,14 +180,16 @@ class Decoder:
                 continue
             emitted = record.pop("tokens_emitted")
             if -1 in emitted or not emitted:
-                raise UserError(
-                    f"the target's law is not a distribution (NaN logits?) at token {len(turn.output_ids)} of question "
-                    f"{turn.job.id}: try target.dtype=float32, or look for a broken weight file"
-                )
+                raise UserError(self._no_law(len(turn.output_ids), turn.job))
             kept = self._append(row, turn, emitted)
             record["path"] = record["path"][: len(kept)]
             turn.steps.append({"emitted": len(kept), **record, "next_token": kept[-1], "ms": round(seconds * 1e3, 3)})
             yield self._emission(row, turn, kept)
+
+    def _no_law(self, place: int, job: Job) -> str:
+        where = f"the target's law is not a distribution at token {place} of question {job.id}"
+        ends = "" if self.grammar is None else ", or a grammar that no token of the vocabulary goes on with there"
+        return f"{where} (NaN logits{ends}): try target.dtype=float32, or look for a broken weight file"
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
@@ -196,7 +205,7 @@ class Decoder:
             self.clock.settle()
             for row, job, token in zip(rows, batch, first):
                 if token < 0:
-                    raise UserError(f"the target's logits are NaN after the prompt of question {job.id}")
+                    raise UserError(self._no_law(0, job))
                 turn = self.turns[row] = Turn(job)
                 yield self._emission(row, turn, self._append(row, turn, [token]))
 
@@ -210,7 +219,8 @@ class Decoder:
         keys = [row_key(self.seed, job.id, job.turn) for job in jobs]
         key = torch.tensor(keys, device=self.device)
         logits, features = target.extend(rows, tokens, length, drafter.taps)
-        p = sampler.warp(sampler.process(logits[:, None], tokens, length))[:, 0]
+        allow = None if self.grammar is None else self.grammar.start(rows)[:, None]
+        p = sampler.warp(sampler.process(logits[:, None], tokens, length, allow=allow))[:, 0]
         first = CounterRng(key, torch.zeros_like(key)).pick(p)
         self.clock.mark("draft")
         drafter.extend(rows, tokens, length, features)
@@ -225,6 +235,8 @@ class Decoder:
 
     def _append(self, row: int, turn: Turn, tokens: list[int]) -> list[int]:
         """Add tokens to the answer, cut at the token that completes a stop string -> those that stay."""
+        if self.grammar is not None:
+            self.grammar.advance(row, tokens)
         for count, token in enumerate(tokens, 1):
             turn.output_ids.append(token)
             if self.stop and (cut := self._stop_at(turn)) is not None:
@@ -249,6 +261,8 @@ class Decoder:
             self.turns[row] = None
             self.live[row] = False
             self.parts.drafter.release([row])
+            if self.grammar is not None:
+                self.grammar.release(row)
         return Emission(turn, tokens, done)
 
 

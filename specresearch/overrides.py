@@ -18,6 +18,8 @@ from specresearch.sweeps import next_number
 from specresearch.types import UserError
 
 MULTIRUN = {"-m", "--multirun"}
+TEXTS = ("prompts.text", "grammar.pattern")  # free text
+STAND = {"grammar.schema": "{", "grammar.rules": "::="}  # free text if it has this sign, else the name of a file
 # The folder of job `number` of a sweep that goes on: its number there.
 OmegaConf.register_new_resolver("specresearch.number", lambda number, first: int(number) + int(first), replace=True)
 CONF = str(Path(__file__).resolve().parent / "conf")
@@ -59,7 +61,7 @@ def _adapted(argument: str, options: dict[str, list[str]]) -> str:
     key, equals, value = argument.partition("=")
     if equals and key in options and value in ("", "null"):
         raise UserError(f"{key}={value} is no option: there are {', '.join(options[key])}")
-    if equals and key == "prompts.text":
+    if equals and (key in TEXTS or (key in STAND and STAND[key] in value)):
         return f"{key}={quoted(value.replace('${', SIGN + '{'))}"
     return f"+{argument}" if equals and key.split(".")[0] == "logit_bias" else argument
 

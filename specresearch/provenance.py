@@ -16,7 +16,7 @@ import torch
 
 from specresearch.types import Target
 
-PACKAGES = ("specresearch", "torch", "transformers", "tokenizers", "hydra-core", "wandb", "numpy")
+PACKAGES = ("specresearch", "torch", "transformers", "tokenizers", "hydra-core", "wandb", "numpy", "xgrammar")
 
 
 def provenance(target: Target) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from specresearch.baseline import Answers, interleaved, plain_of
 from specresearch.conversations import Conversations, Settings, required_capacity
 from specresearch.decode import Decoder, Emission, Parts, Turn
+from specresearch.grammar.rows import standing
 from specresearch.lossless.blackbox import BlackBox
 from specresearch.lossless.greedy import GreedyJudge, verdict_of
 from specresearch.lossless.reference import Reference, judge
@@ -22,7 +23,7 @@ from specresearch.recording import Recorder, check_recordable
 from specresearch.results import append_lines, read_finished, read_lines, with_answers, write_lines
 from specresearch.speed import predicted_speedup
 from specresearch.trees.optimal import sizes_to_measure
-from specresearch.types import UserError
+from specresearch.types import Grammar, UserError
 
 WARM_UP_TOKENS = 8
 
@@ -49,7 +50,7 @@ class Run:
         self.questions = [questions[i : i + size] for i in range(0, len(questions), size)]
         self.answers = answers  # plain ones, of other jobs of a sweep
         self.timed = set(range(len(self.questions))) if answers is None else interleaved(self.questions)
-        self.origin = digest(questions, settings)
+        self.origin = digest(questions, settings, parts.sampler.grammar)
         self.lines, self.blocks = read_finished(folder) if resume else ([], [])
         if any(block["origin"] != self.origin for block in self.blocks):
             raise UserError(
@@ -189,6 +190,7 @@ class Run:
         lines: list[Line] = []
         budgets: dict[tuple[Any, int], int] = {}
         decoder.clock.reset()
+        masked = decoder.grammar.seconds if decoder.grammar is not None else 0.0
         passes, began = decoder.passes, time.perf_counter()
         shown = 0.0  # time spent on showing progress, which is not decoding
         for emission in decoder.run(jobs):
@@ -208,9 +210,11 @@ class Run:
         elif self.answers is not None:
             self.answers.keep(lines, budgets)
         tokens = sum(len(line["output_ids"]) for line in lines)
-        block = {"tokens": tokens, "seconds": seconds, "target_passes": decoder.passes - passes}
+        block: Block = {"tokens": tokens, "seconds": seconds, "target_passes": decoder.passes - passes}
         # Spec-Bench counts plain decoding's tokens so: from the text, less one an answer for a BOS.
         block["retokenised"] = sum(len(self.parts.target.encode(line["text"].strip())) - 1 for line in lines)
+        if decoder.grammar is not None:
+            block["mask_seconds"] = decoder.grammar.seconds - masked
         return block | {"time": dict(decoder.clock.seconds), "skipped": jobs.skipped}, lines
 
     def _dense(self, questions: Sequence[Question], recorder: Recorder) -> Block:
@@ -275,8 +279,13 @@ class Run:
             found["white_box"] = [claim.as_dict() for claim in claims]
             if any(claim.verdict == "violation" for claim in claims) and found["verdict"] != "lossy":
                 found["verdict"] = "violation"
-        mark = {"simulated": how} if how else {}
-        return mark | summarise(self.lines, self.blocks) | {"lossless": found}
+        mark: dict[str, Any] = {"simulated": how} if how else {}
+        summary = mark | summarise(self.lines, self.blocks) | {"lossless": found}
+        if (grammar := self.parts.sampler.grammar) is not None:
+            summary["grammar"] = standings(grammar, self.lines, self.blocks)
+            if summary["grammar"]["off"]:
+                found["verdict"] = "violation"
+        return summary
 
     def costs(self) -> dict[str, Any]:
         """Seconds of target passes by their number of nodes, up to this run's largest, and the speedup that follows.
@@ -314,6 +323,15 @@ class Run:
         return {"kind": "greedy_equality", "verdict": verdict} | evidence
 
 
-def digest(questions: Sequence[Question], settings: Settings) -> str:
-    """Tells whether a resumed run still is the same one."""
-    return hashlib.sha256(repr((questions, settings)).encode()).hexdigest()[:16]
+def digest(questions: Sequence[Question], settings: Settings, grammar: Grammar | None) -> str:
+    """Tells whether a resumed run still is the same one. A grammar's file can change behind its name."""
+    parts = (questions, settings) if grammar is None else (questions, settings, grammar.origin)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def standings(grammar: Grammar, lines: Sequence[Line], blocks: Sequence[Block]) -> dict[str, Any]:
+    """How many answers are complete, cut or off the grammar, and the host's seconds for masks, drafting's included."""
+    found = [standing(grammar, line["output_ids"]) for line in lines]
+    seconds = sum(block["speculative"].get("mask_seconds", 0.0) for block in blocks)
+    counts = {name: found.count(name) for name in ("complete", "cut", "off")}
+    return {"kind": grammar.kind, "draft": grammar.draft, **counts, "mask_seconds": seconds}

@@ -8,15 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specresearch.kernels.mask import unpack
 from specresearch.kernels.sampling import largest, raise_half, warp
 from specresearch.kernels.tree import node_paths
-from specresearch.types import Frontier, Step, Tree, UserError
+from specresearch.types import Frontier, Grammar, Step, Tree, UserError
 
 EDGE = 1e-3  # how far rounding may move the edge of a truncation
 
 
 class Sampler:
-    """How a run turns logits into laws. `process` depends on the path (penalties); the warp does not."""
+    """How a run turns logits into laws. `process` depends on the path (penalties, grammar); the warp does not.
+
+    `grammar` is carried for those who make the masks that `process` applies.
+    """
 
     def __init__(
         self,
@@ -27,6 +31,7 @@ class Sampler:
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
         logit_bias: Mapping[int, float] | None = None,
+        grammar: Grammar | None = None,
     ):
         for name, value, good, say in (
             (
@@ -48,7 +53,7 @@ class Sampler:
             if isinstance(value, bool) or not isinstance(value, int | float) or not good(value):
                 raise UserError(f"{name}={value}: use {say}")
         self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
-        self.repetition_penalty = repetition_penalty
+        self.repetition_penalty, self.grammar = repetition_penalty, grammar
         # `logit_bias.11=-5` on the command line makes a text of the key.
         given: Any = logit_bias if isinstance(logit_bias, Mapping) else {"": logit_bias} if logit_bias else {}
         bias: dict[Any, Any] = {int(k) if str(k).isdigit() else k: v for k, v in given.items()}
@@ -73,11 +78,15 @@ class Sampler:
             min_p=self.min_p * (1 - EDGE),
             repetition_penalty=self.repetition_penalty,
             logit_bias=self.logit_bias,
+            grammar=self.grammar,
         )
 
-    def process(self, logits: Tensor, tokens: Tensor, known: Tensor, path: Tensor | None = None) -> Tensor:
-        """Logit bias, then repetition penalty. Logits [B, W, V]; history `tokens` [B, T] of which the first `known` [B]
-        count; `path` [B, W, D] = further tokens of each node, -1 padded (needed only if `path_dependent`)."""
+    def process(
+        self, logits: Tensor, tokens: Tensor, known: Tensor, path: Tensor | None = None, allow: Tensor | None = None
+    ) -> Tensor:
+        """Logit bias, then repetition penalty, then the grammar. Logits [B, W, V]; history `tokens` [B, T] of which the first
+        `known` [B] count; `path` [B, W, D] = further tokens of each node, -1 padded (needed only if `path_dependent`);
+        `allow` int32 [B, W, ceil(V/32)] = the tokens that the grammar lets follow each, None: all."""
         logits = raise_half(logits)  # first, as `generate` does: a penalty rounded to bfloat16 makes ties
         if self.logit_bias:
             ids = torch.tensor(list(self.logit_bias), device=logits.device)
@@ -89,7 +98,7 @@ class Sampler:
             seen = self._seen(logits, tokens, known, path)
             penalised = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
             logits = torch.where(seen, penalised, logits)
-        return logits
+        return logits if allow is None else forbid(logits, allow)
 
     def _seen(self, logits: Tensor, tokens: Tensor, known: Tensor, path: Tensor | None) -> Tensor:
         batch, width, vocab = logits.shape
@@ -100,10 +109,12 @@ class Sampler:
         seen = torch.zeros(batch, width, vocab + 1, dtype=torch.bool, device=logits.device)
         return seen.scatter_(-1, ids, True)[..., :vocab]
 
-    def draft(self, logits: Tensor, frontier: Frontier, temperature: float | None) -> tuple[Tensor, Tensor | None]:
+    def draft(
+        self, logits: Tensor, frontier: Frontier, temperature: float | None, allow: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Raw draft logits [B, W, V] -> growth score (fp32 log-softmax after the processors alone) and the warped q."""
         step = frontier.step
-        logits = self.process(logits, step.tokens, step.length + 1, frontier.path)
+        logits = self.process(logits, step.tokens, step.length + 1, frontier.path, allow)
         score = logits.float().log_softmax(-1).nan_to_num_(-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
         if temperature is None:
             return score, None
@@ -114,12 +125,18 @@ class Sampler:
         return TreeProbs(self, logits, step, tree)
 
 
+def forbid(logits: Tensor, allow: Tensor) -> Tensor:
+    """-inf for the tokens whose bit in `allow` [..., ceil(V/32)] is 0. Logits [..., V]"""
+    return logits.masked_fill(~unpack(allow, logits.shape[-1]), -torch.inf)
+
+
 class TreeProbs:
     """p at the nodes of one tree, made row by row as a verifier asks, since most nodes are never visited."""
 
     def __init__(self, sampler: Sampler, logits: Tensor, step: Step, tree: Tree):
         self.sampler, self.logits, self.step = sampler, logits, step
         self.path = node_paths(tree.parent, tree.tokens, tree.levels) if sampler.path_dependent else None
+        self.allow = tree.allow
         self.rows = torch.arange(logits.shape[0], device=logits.device)
 
     @property
@@ -128,15 +145,15 @@ class TreeProbs:
 
     def choices(self) -> Tensor:
         """Where p is one-hot: the token that has it all, at every node [B, N]; -1 where the logits give no law."""
-        top, token = largest(self._processed(self.logits, self.path), 1)
+        top, token = largest(self._processed(self.logits, self.path, self.allow), 1)
         return torch.where(top.abs() < torch.inf, token, -1)[..., 0]
 
     def __call__(self, node: Tensor) -> Tensor:
-        path = None if self.path is None else self.path[self.rows, node][:, None]
-        return self.sampler.warp(self._processed(self.logits[self.rows, node][:, None], path))[:, 0]
+        path, allow = (None if x is None else x[self.rows, node][:, None] for x in (self.path, self.allow))
+        return self.sampler.warp(self._processed(self.logits[self.rows, node][:, None], path, allow))[:, 0]
 
     def all(self) -> Tensor:
-        return self.sampler.warp(self._processed(self.logits, self.path))
+        return self.sampler.warp(self._processed(self.logits, self.path, self.allow))
 
-    def _processed(self, logits: Tensor, path: Tensor | None) -> Tensor:
-        return self.sampler.process(logits, self.step.tokens, self.step.length + 1, path)
+    def _processed(self, logits: Tensor, path: Tensor | None, allow: Tensor | None) -> Tensor:
+        return self.sampler.process(logits, self.step.tokens, self.step.length + 1, path, allow)

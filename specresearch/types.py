@@ -92,6 +92,7 @@ class Tree:
     growth: Growth
     levels: int  # no node is deeper than this
     q: Tensor | None = None  # [B, N, V]; q[:, i] = the law that node i's children were drawn from
+    allow: Tensor | None = None  # int32 [B, N, ceil(V/32)]; a bit a token: it may follow the node; None: all may
 
     @staticmethod
     def of_root(step: Step) -> Tree:
@@ -108,9 +109,9 @@ class Tree:
         tokens, parent, depth, valid, score = (
             x[:, :size] for x in (self.tokens, self.parent, self.depth, self.valid, self.score)
         )
-        q = None if self.q is None else self.q[:, :size]
+        q, allow = (None if x is None else x[:, :size] for x in (self.q, self.allow))
         levels = min(self.levels, size - 1)
-        return Tree(tokens, parent, depth, valid, score, self.law, self.growth, levels, q)
+        return Tree(tokens, parent, depth, valid, score, self.law, self.growth, levels, q, allow)
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,39 @@ class Probs(Protocol):
 
     def all(self) -> Tensor:
         """-> [B, N, V]"""
+        ...
+
+
+class Matcher(Protocol):
+    """Where one answer stands in a grammar. `terminated`: EOS was accepted, and nothing can follow."""
+
+    terminated: bool
+
+    def accept(self, token: int) -> bool:
+        """Go on by `token`; False, and nothing changes, where the grammar forbids it."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Take the last `count` accepted tokens back."""
+        ...
+
+    def fill(self, allow: Tensor, row: int) -> None:
+        """Write the tokens that may follow into `allow[row]`, int32 [n, ceil(V/32)] on the CPU. Not when `terminated`."""
+        ...
+
+
+class Grammar(Protocol):
+    """A grammar in the tokens of one target. EOS is allowed where an answer may end, and nowhere else."""
+
+    vocab_size: int
+    eos: tuple[int, ...]
+    device: torch.device  # where masks are wanted
+    origin: str  # tells it from others
+    kind: str
+    draft: bool  # drafts are to follow it, too
+
+    def matcher(self) -> Matcher:
+        """At the start of an answer."""
         ...
 
 

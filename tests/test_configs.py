@@ -34,6 +34,9 @@ NEEDED = {
     ("verifier", "spectr"): ["temperature=1", "tree=static", "tree.draw=iid"],
     ("tree", "optimal"): ["tree.acceptance=[[0.6,0.2],[0.5]]"],
     ("prompts", "text"): ["prompts.text=hello"],
+    ("grammar", "json_schema"): ['grammar.schema=\'{"type": "object"}\''],
+    ("grammar", "regex"): ["grammar.pattern='[a-z]+'"],
+    ("grammar", "ebnf"): ["grammar.rules='root ::= \"a\"'"],
     ("prompts", "file"): [f"prompts.path={ROOT}/specresearch/prompts/builtin.jsonl"],
 }
 OPTIONS = [(path.parent.name, path.stem) for path in sorted(Path(CONF).glob("*/*.yaml"))]
@@ -77,7 +80,7 @@ def test_every_option_composes_and_instantiates(group, option, heads):
 
 
 def test_all_groups_are_covered():
-    assert {"drafter", "tree", "verifier", "target", "prompts", "kernels", "tracker", "experiment"} == {
+    assert {"drafter", "tree", "verifier", "target", "prompts", "kernels", "tracker", "grammar", "experiment"} == {
         group for group, _ in OPTIONS
     }
 

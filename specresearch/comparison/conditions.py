@@ -16,7 +16,17 @@ from specresearch.overrides import CONF
 from specresearch.results import Results
 from specresearch.types import UserError
 
-SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "stop", "max_new_tokens")
+SETTINGS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "logit_bias",
+    "stop",
+    "max_new_tokens",
+    "grammar",
+)
 CONDITIONS = ("prompts", "target", "dtype", *SETTINGS)  # what `allow=` takes
 PLACEMENT = ("device", "device_map", "dtype", "wheel")  # keys of a target that do not change which model it is
 # Keys that say how a run is shown and checked, not what it does; `limit` is seen in the prompts.
@@ -62,7 +72,10 @@ def identity(run: Results) -> dict[str, Any]:
     """What must be alike for accepted lengths and speeds to mean the same."""
     config, device = run.summary["config"], run.summary["provenance"]["device"]
     target = {key: value for key, value in config["target"].items() if key not in PLACEMENT}
-    return {"target": target, "dtype": device["dtype"]} | {key: config.get(key) for key in SETTINGS}
+    settings = {key: config.get(key) for key in SETTINGS}
+    grammar = {key: value for key, value in (config.get("grammar") or {}).items() if key != "draft"}
+    settings["grammar"] = grammar if len(grammar) > 1 else None  # grammar=none, or a run from before there were any
+    return {"target": target, "dtype": device["dtype"]} | settings
 
 
 def _prompts(run: Results, tokens: bool) -> dict[Id, Any]:

@@ -9,7 +9,7 @@ drafts that depend on the past alone, gives equality for whole answers by induct
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -218,19 +218,22 @@ class Outcomes:
     sound: Tensor
 
 
-def outcomes(policy: TreePolicy, verifier: Verifier, p: Table, q: Table) -> Iterator[Outcomes]:
+Laws = Callable[[Tree, Table, Tensor], Probs]  # what the verifier sees of p
+
+
+def outcomes(policy: TreePolicy, verifier: Verifier, p: Table, q: Table, laws: Laws = TableProbs) -> Iterator[Outcomes]:
     """All outcomes of one step, each once, for all instances of the tables p and q together."""
     pending = [Scripts.start(len(p))]
     while pending:
         now, pending = Scripts.join(pending).split(BATCH)
         rng = Enumerator(now)
-        tree, verdict = step(policy, verifier, p, q, now.instance, rng)
+        tree, verdict = step(policy, verifier, p, q, now.instance, rng, laws)
         pending += rng.untried
         yield emitted(tree, verdict, now.instance, rng.weight, policy.depth + 1)
 
 
 def step(
-    policy: TreePolicy, verifier: Verifier, p: Table, q: Table, instance: Tensor, rng: Rng
+    policy: TreePolicy, verifier: Verifier, p: Table, q: Table, instance: Tensor, rng: Rng, laws: Laws = TableProbs
 ) -> tuple[Tree, Verdict]:
     """One step from an empty past, by the shipped policy and verifier."""
     zero = torch.zeros_like(instance)
@@ -241,8 +244,7 @@ def step(
         return law.log().float(), None if policy.temperature is None else law
 
     tree = policy.grow(start, ask)
-    probs: Probs = TableProbs(tree, p, instance)
-    return tree, verifier.verify(tree, probs, rng)
+    return tree, verifier.verify(tree, laws(tree, p, instance), rng)
 
 
 def emitted(tree: Tree, verdict: Verdict, instance: Tensor, weight: Tensor, horizon: int) -> Outcomes:

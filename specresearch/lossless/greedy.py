@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specresearch.grammar.rows import masks
 from specresearch.rng import CounterRng
-from specresearch.sampling import Sampler
+from specresearch.sampling import Sampler, forbid
 from specresearch.types import Step, Target, Tree, Verdict
 
 Line = dict[str, Any]
+FORBIDDEN = 1e9  # written for the gap to a token that the grammar forbids, which is infinite
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class GreedyJudge:
         # A batch of another size is another order of summation: then a replayed pass may differ by the noise.
         self.exact_replay = exact_replay
         self.noise: Noise | None = None
+        self.allow: Tensor | None = None  # [n, ceil(V/32)], of the answer being judged
 
     def compare(self, line: Line, baseline_ids: list[int] | None) -> Line:
         """-> {equal, near_ties, violations} for one answer; `baseline_ids` None = judge every token by teacher forcing."""
@@ -54,21 +57,27 @@ class GreedyJudge:
     def _teacher_force(self, line: Line, start: int, equal_if_clean: bool) -> Line:
         """Feed the answer token by token from `start` on; judge each place where the one-token path prefers another."""
         known = line["prompt_ids"] + line["output_ids"][:start]
+        self.allow = masks(self.sampler.grammar, line["output_ids"])
         near: list[Line] = []
         bad: list[Line] = []
         self.target.reserve(1, len(line["prompt_ids"]) + len(line["output_ids"]), self.tree_size)
         for position, logits in self._one_token(known, line["output_ids"][start:]):
             at = start + position
             emitted = line["output_ids"][at]
-            if int(logits.argmax()) != emitted:
+            if int(self._allowed(logits, at).argmax()) != emitted:
                 entry = self._judge(line, at, emitted, logits)
                 (near if entry["verdict"] in ("tie", "near_tie") else bad).append(entry)
                 known_now = line["prompt_ids"] + line["output_ids"][:at]
                 self._prefill(known_now)  # the judge used the cache
         return {"equal": equal_if_clean and not near and not bad, "near_ties": near, "violations": bad}
 
+    def _allowed(self, logits: Tensor, at: int) -> Tensor:
+        """What the grammar leaves of logits [V] at output token `at`."""
+        return logits if self.allow is None else forbid(logits, self.allow[at])
+
     def _one_token(self, known: list[int], rest: list[int]) -> Any:
-        """Yields (i, processed logits [V] for rest[i]) by the plain path; the first of an answer comes from the prefill."""
+        """Yields (i, processed logits [V] for rest[i]) by the plain path; the first of an answer comes from the prefill.
+        The grammar is not applied yet: errors are measured on all of V."""
         logits = self._prefill(known)
         for i, token in enumerate(rest):
             yield i, logits
@@ -101,6 +110,7 @@ class GreedyJudge:
         verify = self._replay(line, at)
         reference = self._reference(line, at)
         error = max(float((x - reference).abs().max()) for x in (one, verify))
+        one, verify = (self._allowed(x, at) for x in (one, verify))
         (a, gap_one), (b, gap_verify) = _top2(one), _top2(verify)
         replay_slack = 0.0 if self.exact_replay else 2 * noise.gap
         if float(verify.max() - verify[emitted]) > replay_slack:
@@ -165,8 +175,12 @@ class TokensJudge:
         ids = torch.tensor([*line["prompt_ids"], *line["output_ids"]], device=self.target.device)
         places = torch.arange(first - 1, len(ids) - 1, device=ids.device)
         logits = self.target.plain(ids[None, :-1], places)[0]
-        logits = self.sampler.process(logits[:, None], ids.expand(len(places), -1), places + 1)[:, 0].double()
-        short = logits.amax(-1) - logits.gather(1, ids[first:, None])[:, 0]
+        allow = masks(self.sampler.grammar, line["output_ids"])
+        history = ids.expand(len(places), -1)
+        logits = self.sampler.process(
+            logits[:, None], history, places + 1, allow=None if allow is None else allow[:, None]
+        )[:, 0].double()
+        short = (logits.amax(-1) - logits.gather(1, ids[first:, None])[:, 0]).clamp(max=FORBIDDEN)
         self.tokens += len(places)
         for at in short.nonzero()[:, 0].tolist():
             noise = self.noise = self.noise or calibrate(self.target, line)
@@ -186,7 +200,7 @@ def calibrate(target: Target, line: Line, positions: int = 64) -> Noise:
 
 
 def _top2(logits: Tensor) -> tuple[dict[int, float], float]:
-    values, ids = logits.double().topk(2)
+    values, ids = logits.double().clamp(min=-FORBIDDEN).topk(2)
     return {int(i): round(float(v), 6) for i, v in zip(ids, values)}, float(values[0] - values[1])
 
 

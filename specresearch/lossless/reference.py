@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specresearch.grammar.rows import masks
 from specresearch.lossless.blackbox import BlackBox
 from specresearch.sampling import Sampler
 from specresearch.types import Target, UserError
@@ -69,17 +70,19 @@ class Reference:
             )
         ids = torch.tensor([*prompt_ids, *output_ids], device=self.target.device)
         size = max(CHUNK // self.stride, 1) * self.stride
+        masked = masks(self.sampler.grammar, output_ids)
         for start in range(len(prompt_ids) - 1, len(ids) - 1, size):
             places = torch.arange(start, min(start + size, len(ids) - 1), device=ids.device)
             logits = self.target.plain(ids[None, : int(places[-1]) + 1], places)[0]
-            p = self._law(self.sampler, logits, ids, places)
+            allow = None if masked is None else masked[places - (len(prompt_ids) - 1), None]
+            p = self._law(self.sampler, logits, ids, places, allow)
             if self.loose is not None:
-                p = torch.lerp(p, self._law(self.loose, logits, ids, places), EDGE_SHARE)
-            yield ids[places + 1], p, self._law(self.sampler, self._weak(ids, places), ids, places)
+                p = torch.lerp(p, self._law(self.loose, logits, ids, places, allow), EDGE_SHARE)
+            yield ids[places + 1], p, self._law(self.sampler, self._weak(ids, places), ids, places, allow)
 
-    def _law(self, sampler: Sampler, logits: Tensor, ids: Tensor, places: Tensor) -> Tensor:
+    def _law(self, sampler: Sampler, logits: Tensor, ids: Tensor, places: Tensor, allow: Tensor | None) -> Tensor:
         history = ids.expand(len(places), -1)
-        return sampler.warp(sampler.process(logits[:, None], history, places + 1))[:, 0]
+        return sampler.warp(sampler.process(logits[:, None], history, places + 1, allow=allow))[:, 0]
 
     def _weak(self, ids: Tensor, places: Tensor) -> Tensor:
         """Raw logits [k, V] of the draft, or of the target on short windows."""

@@ -14,18 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LogitsProcessor, LogitsProcessorList
 
+from specresearch.grammar.rows import Walk
 from specresearch.kernels.attention import additive, serves
 from specresearch.kernels.backend import chosen
-from specresearch.kernels.mask import pack_words
+from specresearch.kernels.mask import pack_words, words_of
 from specresearch.kernels.tree import ancestors
 from specresearch.models.attention import Takeover, TreeMask
 from specresearch.models.cache import LayerShape, SlotCache
 from specresearch.models.fast import FastForward, View
 from specresearch.models.linear import quicken
 from specresearch.parallel import Group, together
-from specresearch.sampling import Sampler
-from specresearch.types import Step, Tap, Target, TargetOutput, Tree, UserError, Verdict
+from specresearch.sampling import Sampler, forbid
+from specresearch.types import Grammar, Step, Tap, Target, TargetOutput, Tree, UserError, Verdict
 
 PREFILL_CHUNK = 512  # tokens of a prompt fed at once: bounds the mask and the activations of long prompts
 
@@ -402,6 +404,8 @@ class HFModel(Target):
             kwargs |= {"min_p": sampler.min_p or None}
         if sampler.logit_bias:
             kwargs["sequence_bias"] = {(token,): bias for token, bias in sampler.logit_bias.items()}
+        if sampler.grammar is not None:
+            kwargs["logits_processor"] = LogitsProcessorList([Constrained(sampler.grammar, len(prompt))])
         if stop:
             kwargs |= {"stop_strings": list(stop), "tokenizer": self.tokenizer}
         ids = torch.tensor([prompt], device=self.device)
@@ -452,6 +456,19 @@ class HFModel(Target):
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - began)
         return statistics.median(times[1:])
+
+
+class Constrained(LogitsProcessor):
+    """The grammar in transformers' `generate`, for one answer; its assisted modes go back and forth between prefixes."""
+
+    def __init__(self, grammar: Grammar, start: int):
+        self.grammar, self.start, self.walk = grammar, start, Walk(grammar.matcher())
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        allow = torch.full((1, words_of(self.grammar.vocab_size)), -1, dtype=torch.int32)
+        if self.walk.to(input_ids[0, self.start :].tolist()) and not self.walk.matcher.terminated:
+            self.walk.matcher.fill(allow, 0)
+        return forbid(scores, allow.to(scores.device))
 
 
 def _remove(handles: Sequence[Any]) -> None:
