@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specresearch.results import Results
@@ -93,6 +93,9 @@ def measured(choice: Choice, run: Run | Results, plain: float) -> Choice:
     """With what its run shows; `plain` = tokens per second of plain decoding in turn with it."""
     summary: Mapping[str, Any] = run.summary() if isinstance(run, Run) else run.summary
     speed = summary["tokens_per_second"]
-    own = {"length": choice.length, "speedup": choice.speedup, "tokens_per_second": choice.tokens_per_second}
-    ran = {"ran_length": summary["mean_accepted_length"], "ran_tokens_per_second": speed}
-    return Choice(**choice.tree, **own, **ran, ran_speedup=speed / plain if speed and plain else None)
+    return replace(
+        choice,
+        ran_length=summary["mean_accepted_length"],
+        ran_tokens_per_second=speed,
+        ran_speedup=speed / plain if speed and plain else None,
+    )
