@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specresearch import console, overrides, parallel, shards, spec_bench, sweeps
 from specresearch.baseline import Answers
-from specresearch.build import SAMPLING, Shared, Streamer, build, make, settings_of
+from specresearch.build import SAMPLING, Shared, build, make, settings_of
 from specresearch.conversations import Settings
 from specresearch.decode import Parts
 from specresearch.metrics import NUMBERS, joint_rate
@@ -37,6 +37,7 @@ from specresearch.report import write
 from specresearch.results import Results, write_pieces
 from specresearch.run import Run
 from specresearch.types import UserError
+from specresearch.watch import Watch
 
 OK, ERROR, VIOLATION, INTERRUPTED = 0, 1, 2, 130
 statuses: set[int] = set()  # of the jobs of this process
@@ -150,15 +151,9 @@ def plain_answers(cfg: DictConfig, parts: Parts, settings: Settings, sweep: Path
 
 
 def decode(cfg: DictConfig, folder: Path, resumed: bool, sweep: Path | None) -> tuple[dict[str, Any], bool]:
+    """-> the summary, and whether Ctrl-C ended it"""
     settings = settings_of(cfg)
-    if cfg.objective is not None and cfg.objective not in NUMBERS:
-        raise UserError(
-            f"objective={cfg.objective} is no number of summary.json: {overrides.near(cfg.objective, NUMBERS)}"
-        )
-    if not isinstance(cfg.get("report", False), bool):
-        raise UserError(f"report={cfg.report}: use true or false")
-    if not settings.baseline and cfg.objective in ("speedup", "baseline_tokens_per_second"):
-        raise UserError(f"objective={cfg.objective} needs plain decoding beside it: leave baseline=false out")
+    require_sense(cfg, settings)
     sharing = shards.sharing(cfg, settings, sweep)
     questions = make(cfg, "prompts")[: settings.limit]
     parts = build(cfg, shared=shared if sweep else None)
@@ -167,44 +162,17 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool, sweep: Path | None) -> 
     choices: dict[str, Any] = HydraConfig.get().runtime.choices
     tags = [choices[group] for group in ("drafter", "tree", "verifier", "target")]
     tracker.start(config, folder, group=sweep.name if sweep else None, tags=tags)
-    streaming = choices["prompts"] == "text"
-    interrupted = False
-    measured: Run | None = None
-    with console.progress() as bar:
-        task = bar.add_task("decoding", total=sum(len(q.turns) for q in questions), note="")
-
-        def on_turn(line: dict[str, Any], lines: list[Any], blocks: list[Any]) -> None:
-            emitted = [step["emitted"] for step in line["steps"]]
-            length = sum(emitted) / len(emitted) if emitted else None
-            steps = sum(len(each["steps"]) for each in lines)
-            pooled = sum(len(each["output_ids"]) - 1 for each in lines) / steps if steps else None
-            others = sharing.others if sharing else 0
-            bar.update(task, completed=len(lines) + others, note=f"accepted length {console.number(pooled)}")
-            if length is not None:
-                numbers = {"accept/answer_length": length, "accept/running_length": pooled or 0.0}
-                if measured and measured.box.curve:  # of the blocks before
-                    numbers["lossless/log10_e"] = measured.box.curve[-1][1]
-                tracker.log(numbers, step=len(lines))
-
-        streamer = Streamer(parts.target)
-
-        def on_tokens(emission: Any) -> None:
-            for piece in streamer.feed(emission.tokens, emission.turn.text if emission.done else None):
-                console.out.print(piece.text, style="green" if piece.drafted else "yellow", end="", markup=False)
-            if emission.done:
-                console.out.print()
-
-        if streaming:
-            bar.stop()
-            console.out.print("[green]drafted and accepted[/], [yellow]the target's own (bonus)[/]\n")
-        costs: dict[str, Any] = {"costs": None, "predicted_speedup": None}
+    costs: dict[str, Any] = {"costs": None, "predicted_speedup": None}
+    interrupted, measured = False, None
+    turns = sum(len(question.turns) for question in questions)
+    with Watch(tracker, turns, parts.target if choices["prompts"] == "text" else None, sharing) as watch:
         try:
             answers = plain_answers(cfg, parts, settings, sweep)
-            shown = on_tokens if streaming else None
             if resumed:
                 shards.recover(folder)
-            measured = Run(parts, questions, settings, folder, resumed, on_turn, shown, answers)
-            bar.update(task, completed=len(measured.lines))
+            shown = watch.tokens if watch.streamer else None
+            measured = watch.run = Run(parts, questions, settings, folder, resumed, watch.turn, shown, answers)
+            watch.completed(len(measured.lines))
             with profiler(settings.profile, folder):
                 sharing.execute(measured, cfg) if sharing else measured.execute()
             costs = measured.costs() if settings.baseline else costs
@@ -216,30 +184,41 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool, sweep: Path | None) -> 
         except Exception:
             tracker.finish({})
             raise
-    assert measured is not None
     summary = measured.summary() | costs | {"peak_memory_bytes": peak_memory(parts.target.device), "config": config}
     if sharing:
-        both = {"ranks": sharing.group.world, "tokens_per_second": joint_rate(measured.blocks)}
-        summary |= {"data_parallel": both}
-    summary |= {"provenance": provenance(parts.target), "interrupted": interrupted}
+        summary["data_parallel"] = {"ranks": sharing.group.world, "tokens_per_second": joint_rate(measured.blocks)}
     if choices["prompts"] == "spec_bench":
         summary["spec_bench"] = spec_bench.measure(measured.lines, measured.blocks)
-    for block in measured.blocks:
-        for reason in block["speculative"]["skipped"]:
-            print(f"warning: skipped: {reason}", file=sys.stderr)
-    pieces = write_pieces(folder, measured.lines, parts.target.text)
-    save(folder / "summary.json", summary)
-    if cfg.get("report"):
-        write_report(Results(folder, summary, measured.lines, measured.blocks, pieces))
-    console.show(summary, folder, tracker.finish(summary))
+    summary |= {"provenance": provenance(parts.target), "interrupted": interrupted}
+    leave(cfg, measured, summary, tracker)
     if interrupted and sweep is None:
-        left = (
-            f"{measured.unfinished} answers of a broken-off block, in the trace only, will be redone; "
-            if measured.unfinished
-            else ""
-        )
+        lost = f"{measured.unfinished} answers of a broken-off block, in the trace only, will be redone; "
+        left = lost if measured.unfinished else ""
         print(f"interrupted: {left}go on with  python -m specresearch resume={folder}", file=sys.stderr)
     return summary, interrupted
+
+
+def require_sense(cfg: DictConfig, settings: Settings) -> None:
+    """Raises UserError for root keys that ask for what there is not."""
+    if cfg.objective is not None and cfg.objective not in NUMBERS:
+        raise UserError(
+            f"objective={cfg.objective} is no number of summary.json: {overrides.near(cfg.objective, NUMBERS)}"
+        )
+    if not isinstance(cfg.get("report", False), bool):
+        raise UserError(f"report={cfg.report}: use true or false")
+    if not settings.baseline and cfg.objective in ("speedup", "baseline_tokens_per_second"):
+        raise UserError(f"objective={cfg.objective} needs plain decoding beside it: leave baseline=false out")
+
+
+def leave(cfg: DictConfig, run: Run, summary: dict[str, Any], tracker: Any) -> None:
+    """Write and show what a run found."""
+    for reason in (reason for block in run.blocks for reason in block["speculative"]["skipped"]):
+        print(f"warning: skipped: {reason}", file=sys.stderr)
+    pieces = write_pieces(run.folder, run.lines, run.parts.target.text)
+    save(run.folder / "summary.json", summary)
+    if cfg.get("report"):
+        write_report(Results(run.folder, summary, run.lines, run.blocks, pieces))
+    console.show(summary, run.folder, tracker.finish(summary))
 
 
 def write_report(results: Results) -> None:
