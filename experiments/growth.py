@@ -11,7 +11,7 @@ context of 256 and batch 1, contexts and batches with the default tree. The prom
 with zeros in its place, which takes the same time to read, so that 8192 tokens of context cost no 8192 tokens of prefill.
 
 **The floor** of a pass is the bytes that it must read, weights as they are held and K and V of every row's context, over the
-read bandwidth, measured in each round by a sum over 256 MB (`machine.py`).
+read bandwidth, measured in each round by a sum over 256 MB (`peer/machine.py`).
 
 **Memory** (`memory=true`) is the peak of a fresh process for each point, which answers a real prompt of that length with EAGLE,
 prefill in chunks included; what loading takes is forgotten before, where the system can. Its floor is what must be held:
@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from curves import CONTEXT, XS, Curves, Point, tables
-from machine import bandwidth, cache_bytes, weight_bytes
-from plain_models import Models
+from peer.curves import CONTEXT, XS, Curves, Point, tables
+from peer.machine import bandwidth, cache_bytes, weight_bytes
+from peer.plain_models import Models
 
 from specresearch import cli, console
 from specresearch.decode import Decoder, Job, Parts

@@ -9,7 +9,7 @@ A FOLDER that was begun is gone on with, or only read if it is complete: lines.j
 Overrides (`target.weights=null`, `eagle_tuned:tree.depth=3`) are of our command line; `NAME:key=value` holds for one row.
 
 **What is equal for all.** The target: the adapter's weights to the bit (its matrices are rounded to half precision once;
-everyone computes in float32 with them), in a model of each library's own that no adapter has touched (`engines.py`). The
+everyone computes in float32 with them), in a model of each library's own that no adapter has touched (`peer/engines.py`). The
 prompts: token ids of the built-in ones, 7k of them hold k of each kind. Greedy, the same end tokens, the same budget, one row.
 Drafters that can be ours are ours: the draft models are our distilled small LM, on its own draft vocabulary, and Medusa's
 heads are ours; what needs weights that nobody has for this target is a row that says so. Every row's setting is found in the
@@ -47,11 +47,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from aside import batches, differences, pass_times, weights, where
-from engines import ENGINES
-from plain_models import Models, configuration, own
-from race import Prompt, Racer, take_turns
-from standing import Standing, tables
+from peer.aside import batches, differences, pass_times, weights, where
+from peer.engines import ENGINES
+from peer.plain_models import Models, configuration, own
+from peer.race import Prompt, Racer, take_turns
+from peer.standing import Standing, tables
 
 from specresearch import cli, console
 from specresearch.build import make

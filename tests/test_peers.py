@@ -35,12 +35,13 @@ def bench(monkeypatch):
         "curves",
         "aside",
     )
-    loaded = {name: importlib.import_module(name) for name in names}
+    of = {name: name if name in ("peers", "growth") else f"peer.{name}" for name in names}
+    loaded = {name: importlib.import_module(path) for name, path in of.items()}
     for name in ("race", "growth"):
         monkeypatch.setattr(loaded[name], "bandwidth", lambda device: 1e9)
     monkeypatch.setattr(loaded["peers"], "TUNED_ON", 3)
     yield type("Bench", (), loaded)
-    for name in (*names, "swept"):
+    for name in (*of.values(), "peer", "swept"):
         sys.modules.pop(name, None)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from machine import line
+from peer.machine import line
 from swept import markdown
 
 XS = {

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from plain_models import Models, Passes, Spread
+from peer.plain_models import Models, Passes, Spread
 from torch import Tensor
 
 from specresearch.decode import Decoder, Job

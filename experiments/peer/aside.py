@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import ECONOMIZE, FLASHSPEC
-from machine import weight_bytes
-from plain_models import Models
-from race import Prompt
+from peer.engines import ECONOMIZE, FLASHSPEC
+from peer.machine import weight_bytes
+from peer.plain_models import Models
+from peer.race import Prompt
 
 from specresearch.decode import Decoder, Job
 from specresearch.provenance import provenance

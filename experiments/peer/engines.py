@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from libraries import (
+from peer.libraries import (
     Decode,
     Setting,
     assisted,
@@ -27,7 +27,7 @@ from libraries import (
     our_heads,
     ours,
 )
-from plain_models import Models
+from peer.plain_models import Models
 
 from specresearch.types import UserError
 
