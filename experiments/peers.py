@@ -19,8 +19,9 @@ without it each row has its library's default. (All rows, 14 prompts and 64 toke
 **How it is measured.** Prompt by prompt, every row in turn, in an order that rotates, after a warm-up of its own on the first
 prompt. The clock runs from token ids to token ids, prompt included; tokens/s are generated tokens over these seconds for
 every row. `repeats` asks all again and takes each answer's median. A ratio is of sums, with a 95% interval of the bootstrap
-over prompts, which are paired. Accepted length: tokens after the first over passes of the target after the first, bonus
-included; passes are counted outside the libraries where they call the model, else by their own log.
+over prompts, which are paired (from five on); a goal is judged by the ratio itself, so look at its interval. Accepted length:
+tokens after the first over passes of the target after the first, bonus included; passes are counted outside the libraries
+where they call the model, else by their own log.
 
 **The floor.** A pass must read the weights once: the bytes as the row holds them (ours half precision, the others' float32 or
 bfloat16), over the read bandwidth, which is measured in the same run, before each prompt: a sum over 256 MB of float32 on the
