@@ -21,6 +21,7 @@ from specresearch.comparison.conditions import questions, warnings
 from specresearch.comparison.rows import Comparison, compare
 from specresearch.comparison.sheets import EXPORTS, SUFFIXES, on_console, sheets
 from specresearch.results import Results, find
+from specresearch.sweeps import jobs
 from specresearch.types import UserError
 
 FEWEST_RESAMPLINGS = 100
@@ -31,7 +32,7 @@ def job(paths: Sequence[str], cfg: DictConfig) -> None:
     runs = distinct(find(paths))
     allow = [*cfg.allow] if OmegaConf.is_list(cfg.allow) else [cfg.allow]
     shared = questions(runs, allow)
-    for warning in warnings(runs, len(shared)):
+    for warning in [*left_out(paths), *warnings(runs, len(shared))]:
         console.note(f"warning: {warning}")
     found = compare(runs, shared, reference(cfg, runs), boot)
     if cfg.out is not None:
@@ -42,6 +43,16 @@ def job(paths: Sequence[str], cfg: DictConfig) -> None:
         show(found)
     if cfg.out is not None:
         console.note(f"written to {cfg.out}")
+
+
+def left_out(paths: Sequence[str]) -> list[str]:
+    """The jobs of a sweep that have nothing to compare."""
+    missing = [job for path in paths for job in jobs(Path(path)) if job.state != "done"]
+    return [
+        f"{job.folder} is left out, it {job.state}: {job.reason}"
+        for job in missing
+        if not (job.folder / "summary.json").exists()
+    ]
 
 
 def chosen_format(cfg: DictConfig) -> str:

@@ -159,6 +159,8 @@ def explain(error: Exception, command: str = "config") -> str:
         lacking = launchers.missing(found[1], found[2])
         choice = options.get(group) or launchers.OPTIONS.get(found[1], ())
         return lacking or f"{group}={found[2]} does not exist: {near(found[2], choice)}"
+    if found := re.search(r"Ambiguous value for argument '([^']+)'", text):
+        return f"{found[1]} is a list of values: add -m to sweep over them, or give one"
     if "Missing mandatory value" in text and (found := re.search(r"full_key: (\S+)", text)):
         return f"{found[1]} must be given: {found[1]}=..."
     if found := re.search(r"Error merging override (\S+)", text):

@@ -47,7 +47,7 @@ def read(folder: Path) -> Results:
     if not path.exists():
         raise UserError(f"{path} is missing: give the folder of a finished run")
     summary = _json(path)
-    if not {"config", "lossless", "provenance"} <= summary.keys():
+    if not all(isinstance(summary.get(key), dict) for key in ("config", "lossless", "provenance")):
         raise UserError(f"{path} is no summary of a run: give the folder of a finished run")
     pieces = _json(named) if named.exists() else {}
     return Results(folder, summary, *read_finished(folder), {int(token): text for token, text in pieces.items()})

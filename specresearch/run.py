@@ -146,7 +146,11 @@ class Run:
             if mode == "hf":
                 block["hf"] = self._hf(questions)
             else:
-                block[mode], lines = self._decode(questions, mode == "speculative")
+                times, lines = self._decode(questions, mode == "speculative")
+                if (
+                    mode == "speculative" or index in self.timed
+                ):  # in a sweep, all jobs compare times on the same blocks
+                    block[mode] = times
                 if mode == "baseline":
                     plain = lines
                     self._foretell(plain)

@@ -213,8 +213,8 @@ def say_unsteady(plain: Run) -> None:
     passes = sorted(1e3 * one["time"]["target"] / one["target_passes"] for one in each)
     if passes and passes[-1] > UNSTEADY * passes[0]:
         console.out.print(
-            f"the machine had other work: plain passes took {passes[0]:.3g} to {passes[-1]:.3g} ms in these runs, so "
-            "speeds and gaps are about that as well; try again on a quiet one",
+            f"the machine had other work: a pass of plain decoding took {passes[0]:.3g} to {passes[-1]:.3g} ms in these "
+            "runs, so speeds and gaps are about that as well; try again on a quiet one",
             style="bold yellow",
         )
 

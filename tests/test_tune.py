@@ -18,6 +18,7 @@ from specresearch.trees.dynamic import DynamicTree
 from specresearch.tuning import servers
 from specresearch.tuning.choose import Choice, best, trees
 from specresearch.tuning.measure import depths_to_measure
+from specresearch.types import Drafter
 from specresearch.whatif.price import Prices, by_size, target_prices
 from specresearch.whatif.walk import Walk
 
@@ -164,26 +165,36 @@ def test_from_recording_to_preset_and_on_after_ctrl_c(away, monkeypatch, capsys)
     assert cfg.drafter.layers == 1
 
 
-@pytest.mark.slow
 def test_prediction_and_run_agree_where_costs_are_known(away, monkeypatch, capsys):
-    """A target and a drafter that take their time: 40 ms and 4 a node, 6 a level. Then runs are within 10% of predictions."""
-    forward, expand = HFModel.run, NGram.expand
+    """A clock that only the model's passes and the drafter's answers move. Depth, width and size each have their price."""
+    now, forward, expand, reserve = [0.0], HFModel.run, NGram.expand, NGram.extend
 
-    def slow_pass(self, tokens, *args, **kwargs):
-        time.sleep(0.040 + 0.004 * tokens.shape[1] if tokens.shape[1] < 40 else 0.1)
-        return forward(self, tokens, *args, **kwargs)
+    def spend(seconds):
+        now[0] += seconds
 
-    def slow_expand(self, frontier):
-        time.sleep(0.006)
+    def pass_of(self, tokens, positions, length, *args, **kwargs):
+        spend(0.040 + 0.004 * tokens.shape[1] + 1e-5 * int(length.max()))
+        return forward(self, tokens, positions, length, *args, **kwargs)
+
+    def answer(self, frontier):
+        spend(0.006 + 0.001 * frontier.tokens.shape[1])
         return expand(self, frontier)
 
-    monkeypatch.setattr(HFModel, "run", slow_pass)
-    monkeypatch.setattr(NGram, "expand", slow_expand)
-    monkeypatch.setattr(NGram, "propose", NGram.__mro__[1].propose)  # every step drafts
-    given = (
-        "target=tiny drafter=ngram drafter.min_n=1 limit=4 max_new_tokens=32 depth=3 topk=2 size=8 hydra.run.dir=found"
-    )
-    assert run(monkeypatch, *given.split()) == cli.OK
+    def read(self, rows, tokens, *args):
+        spend(1e-4 * tokens.shape[1])
+        return reserve(self, rows, tokens, *args)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(HFModel, "run", pass_of)
+    monkeypatch.setattr(NGram, "expand", answer)
+    monkeypatch.setattr(NGram, "extend", read)
+    monkeypatch.setattr(NGram, "propose", Drafter.propose)  # every step drafts
+    given = "target=tiny drafter=ngram drafter.min_n=1 limit=3 max_new_tokens=24 depth=3 topk=3 size=8 confirm=9"
+    assert run(monkeypatch, *given.split(), "hydra.run.dir=found") == cli.OK
     found = json.loads((away / "found/tuned.json").read_text())["confirmed"]
-    assert all(abs(one["gap"]) < 0.10 for one in found), [one["gap"] for one in found]
-    assert "within 10% of the prediction" in capsys.readouterr().out
+    assert len(found) == 9
+    assert all(abs(one["gap"]) < 0.03 for one in found), [(one["name"], one["gap"]) for one in found]
+    said = capsys.readouterr().out
+    assert "within 10% of the prediction" in said
+    assert "NOT within" not in said
+    assert "other work" not in said

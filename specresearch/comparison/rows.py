@@ -69,13 +69,18 @@ def _alone(run: Results, labels: list[str], questions: Sequence[Id], boot: Boots
         run,
         labels,
         answers=len(lines),
-        length=boot.estimate(accepted(run, questions)),
+        length=at_least_one(boot.estimate(accepted(run, questions))),
         tokens_per_second=rate((block for block, _ in blocks), "speculative"),
         speedup=boot.estimate(speedup(timings(run, questions))),
         predicted=predicted_speedup(blocks, costs) if costs else None,
         verdict=lossless["verdict"],
         tv_bound=lossless.get("tv_bound"),
     )
+
+
+def at_least_one(length: Estimate) -> Estimate:
+    """A step emits a token at least, which the bootstrap does not know."""
+    return length if length.low is None else replace(length, low=max(1.0, length.low))
 
 
 def _against(row: Row, base: Results, base_row: Row, questions: Sequence[Id], boot: Bootstrap) -> Row:

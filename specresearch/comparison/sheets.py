@@ -75,7 +75,8 @@ def _paired(found: Comparison) -> Sheet:
     notes = [f"Ratios to run {found.reference + 1}, both runs resampled together."]
     if found.tests:
         notes.append(
-            f"{SIGN} differs from 1: p < {1 - found.boot.confidence:.2g} after Holm's correction for {found.tests} comparisons."
+            f"{SIGN} a ratio other than 1: p < {1 - found.boot.confidence:.2g} after Holm's correction for {found.tests} "
+            "comparisons."
         )
     if any(row.raw for row in found.rows):
         notes.append(

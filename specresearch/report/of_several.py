@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from specresearch.comparison.conditions import identity
 from specresearch.console import number
 from specresearch.report import evidence, figures, speed, timing, verdict
 from specresearch.report.figures import Table
@@ -62,8 +63,11 @@ def _run_table(runs: Sequence[Subject]) -> list[dict[str, Any]]:
 def _warnings(runs: Sequence[Subject]) -> list[str]:
     """What makes the numbers hard to compare."""
     found = []
-    asked = {tuple((line["id"], line["turn"]) for line in run.lines if line["turn"] == 0) for run in runs}
-    if len(asked) > 1:
+    alike = [identity(run.results) for run in runs]
+    odd = [name for name in alike[0] if any(each[name] != alike[0][name] for each in alike)]
+    if odd:
+        found.append(f"The runs differ in {', '.join(odd)}, so their numbers do not mean the same.")
+    if len({_asked(run, "target" in odd) for run in runs}) > 1:
         found.append("The runs did not answer the same questions.")
     machines = {json.dumps((run.summary.get("provenance") or {}).get("device"), sort_keys=True) for run in runs}
     if len(machines) > 1:
@@ -72,6 +76,11 @@ def _warnings(runs: Sequence[Subject]) -> list[str]:
     if cut:
         found.append(f"Interrupted, so not all questions were answered: {'; '.join(cut)}.")
     return found
+
+
+def _asked(run: Subject, other_tokens: bool) -> tuple[Any, ...]:
+    first = [line for line in run.lines if line["turn"] == 0]
+    return tuple((line["id"], None if other_tokens else tuple(line["prompt_ids"])) for line in first)
 
 
 def _differences(runs: Sequence[Subject]) -> Table:

@@ -101,7 +101,8 @@ def _answer(
         whole.add(one)
     tokens = whole.emitted + len(found)
     speed = ratio(tokens, prices.seconds(whole, policy.size, policy.depth, policy.width)) if prices else None
-    plain = recording.run.summary["baseline_tokens_per_second"]
+    ran = recording.run.summary  # a job of a sweep times plain decoding on a part of its questions only
+    plain = ratio(ran["tokens_per_second"] or 0.0, ran["speedup"] or 0.0)
     return Answer(
         _kind(recording, whole),
         ratio(whole.emitted, whole.steps),
