@@ -288,7 +288,7 @@ def exact_reading(monkeypatch):
 
 @pytest.fixture(scope="module")
 def prompts(target):
-    return [target.encode(text) for text in PROMPTS]
+    return [target.encode(text) for text in PROMPTS[:3]]
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +320,7 @@ def test_sampled_answers_are_the_same_alone_and_in_a_batch(target, folders, prom
 def accepted(target, folder, prompts, seed=0):
     drafter = SmallLM(target, id=folder, dtype="float64", vocab="intersection")
     how = {"policy": Chain(depth=4, temperature=1.0), "sampler": Sampler(temperature=1.0)}
-    turns = decode(target, prompts, drafter=drafter, budget=21, seed=seed, **how)
+    turns = decode(target, prompts, drafter=drafter, budget=16, seed=seed, **how)
     steps = [step["emitted"] for turn in turns for step in turn.steps]
     return sum(steps) / len(steps)
 
@@ -338,7 +338,7 @@ def run_checked(target, folder, prompts, policy, rounds=2, vocab="intersection",
     drafter = SmallLM(target, id=folder, dtype="float64", vocab=vocab)
     reference = Reference(target, sampler)
     for seed in range(rounds):
-        how = {"drafter": drafter, "policy": policy, "sampler": sampler, "seed": seed, "batch": 5, "budget": 40}
+        how = {"drafter": drafter, "policy": policy, "sampler": sampler, "seed": seed, "batch": 3, "budget": 40}
         turns = decode(target, prompts, verifier=WhiteBox(rule or Rejection(), log), **how)
         judge(reference, [turn.line() for turn in turns], box)
     return {f.name: f.verdict for f in findings(log)}, box
@@ -356,7 +356,7 @@ def test_sampled_answers_pass_both_boxes(target, folders, prompts):
 def test_drafts_claimed_in_another_order_fail_both_boxes(target, folders, prompts):
     chain = Chain(depth=3, temperature=0.8)
     rolled = Changed(chain, lambda tree: replace(tree, q=tree.q.roll(1, -1)))
-    found, box = run_checked(target, folders["part"], prompts, rolled)
+    found, box = run_checked(target, folders["part"], prompts, rolled, 4)
     assert found["drafts"] == "violation" and box.verdict == "violation"
 
 
@@ -393,8 +393,8 @@ def test_a_row_with_more_tokens_than_the_targets_gets_a_larger_cache(
     monkeypatch.setattr(OwnTokens, "reserve", lambda self, batch, capacity, slots: reserve(self, batch, 4, slots))
     drafter = SmallLM(target, id=folders["piece"], dtype="float64", vocab="text")
     drafter.model.cache = None
-    turns = decode(target, prompts[:3], drafter=drafter, policy=trees()["chain"], batch=2, budget=20)
-    assert [turn.output_ids for turn in turns] == [naive_greedy(target, prompt, 20) for prompt in prompts[:3]]
+    turns = decode(target, prompts, drafter=drafter, policy=trees()["chain"], batch=2, budget=20)
+    assert [turn.output_ids for turn in turns] == [naive_greedy(target, prompt, 20) for prompt in prompts]
     assert drafter.model.cache.slots > drafter.reader.slots + max(exact_reading) > drafter.reader.slots + 30
 
 
@@ -420,7 +420,6 @@ def test_models_and_tokenizers_stay_as_they_were(target, folders, prompts):
     ("vocab", "sampling"),
     [
         ("intersection", ["temperature=0.8"]),
-        ("text", ["temperature=0.8", "verifier=sample_and_match"]),
         ("text", ["temperature=0"]),
     ],
     ids=str,
