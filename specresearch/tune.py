@@ -139,7 +139,7 @@ def search(
         raise UserError("nothing was drafted, so there is nothing to choose: raise limit or max_new_tokens")
     console.out.print(f"costs: {prices.source}", style="dim", markup=False)
     with console.progress() as bar:
-        note = f"{sum(1 for _ in trees(largest))} trees"  # type: ignore[arg-type]
+        note = f"{len(list(trees(largest)))} trees"  # type: ignore[arg-type]
         task = bar.add_task("searching", total=len(own.lines), note=note)
         plain = measure.plain_seconds(own, probes, prices)
         return predicted(own, prices, plain, lambda: bar.update(task, advance=1))
