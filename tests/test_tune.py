@@ -134,6 +134,7 @@ def test_from_recording_to_preset_and_on_after_ctrl_c(away, monkeypatch, capsys)
     said = capsys.readouterr()
     assert "go on with  python -m specresearch.tune resume=" in said.err
     first = json.loads((away / "found/tuned.json").read_text())
+    probes = (away / "found/recorded/probes.json").read_text()
     before = [name for name, _ in blocks[:-1]]
     monkeypatch.setattr(
         Run, "_block", lambda self, index: (blocks.append((self.folder.name, index)), real(self, index))[1]
@@ -142,6 +143,7 @@ def test_from_recording_to_preset_and_on_after_ctrl_c(away, monkeypatch, capsys)
     after = [name for name, _ in blocks[len(before) + 1 :]]
     assert before.count("recorded") == 2
     assert "recorded" not in after
+    assert (away / "found/recorded/probes.json").read_text() == probes
     assert len(before) + len(after) == 2 + 4 * 2
     said = capsys.readouterr().out
     found = json.loads((away / "found/tuned.json").read_text())

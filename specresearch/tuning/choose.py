@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from specresearch.results import Results
 from specresearch.run import Run
 from specresearch.trees.dynamic import DynamicTree
 from specresearch.types import UserError
@@ -89,13 +88,9 @@ def best(found: Sequence[Choice], objective: str, count: int) -> list[Choice]:
     return sorted(found, key=lambda one: (-one.worth(objective), one.size))[:count]
 
 
-def measured(choice: Choice, run: Run | Results, plain: float) -> Choice:
+def measured(choice: Choice, run: Run, plain: float) -> Choice:
     """With what its run shows; `plain` = tokens per second of plain decoding in turn with it."""
-    summary: Mapping[str, Any] = run.summary() if isinstance(run, Run) else run.summary
+    summary = run.summary()
     speed = summary["tokens_per_second"]
-    return replace(
-        choice,
-        ran_length=summary["mean_accepted_length"],
-        ran_tokens_per_second=speed,
-        ran_speedup=speed / plain if speed and plain else None,
-    )
+    ran = {"ran_length": summary["mean_accepted_length"], "ran_tokens_per_second": speed}
+    return replace(choice, **ran, ran_speedup=speed / plain if speed else None)
