@@ -70,12 +70,12 @@ def _refuse(one: Results, other: Results, allow: Collection[str]) -> None:
 
 def identity(run: Results) -> dict[str, Any]:
     """What must be alike for accepted lengths and speeds to mean the same."""
-    config, device = run.summary["config"], run.summary["provenance"]["device"]
-    target = {key: value for key, value in config["target"].items() if key not in PLACEMENT}
+    config, device = run.summary["config"], run.summary["provenance"].get("device") or {}
+    target = {key: value for key, value in (config.get("target") or {}).items() if key not in PLACEMENT}
     settings = {key: config.get(key) for key in SETTINGS}
     grammar = {key: value for key, value in (config.get("grammar") or {}).items() if key != "draft"}
     settings["grammar"] = grammar if len(grammar) > 1 else None  # grammar=none, or a run from before there were any
-    return {"target": target, "dtype": device["dtype"]} | settings
+    return {"target": target, "dtype": device.get("dtype")} | settings
 
 
 def _prompts(run: Results, tokens: bool) -> dict[Id, Any]:
