@@ -6,6 +6,8 @@ from specresearch.decode import Decoder, Job, Parts, Turn
 from specresearch.drafters.ngram import NGram
 from specresearch.drafters.none import NoDrafter
 from specresearch.drafters.small_lm import SmallLM
+from specresearch.kernels import verify
+from specresearch.kernels.tree import links
 from specresearch.sampling import Sampler
 from specresearch.trees.auto import AutoTree
 from specresearch.trees.best_first import BestFirstTree
@@ -74,3 +76,15 @@ def naive_greedy(target, prompt: list[int], budget: int) -> list[int]:
         if token in target.eos:
             break
     return ids[len(prompt) :]
+
+
+def accept_all_drafts(monkeypatch) -> None:
+    """A planted fault: at temperature 0, whatever was drafted first is accepted."""
+    follow = verify._follow
+
+    def wrong(tree, choice):
+        first, _ = links(tree.parent, tree.valid)
+        drafted = tree.tokens.gather(1, first.clamp(min=0))
+        return follow(tree, torch.where(first >= 0, drafted, choice))
+
+    monkeypatch.setattr(verify, "_follow", wrong)

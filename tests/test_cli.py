@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import accept_all_drafts
 
 from specresearch import cli
 from specresearch.decode import Decoder
-from specresearch.kernels.verify import PointRule
 from specresearch.models import tiny
 from specresearch.overrides import quoted
 
@@ -179,7 +179,7 @@ def test_second_turn_contains_the_first_answer(run, tmp_path):
 
 
 def test_violations_exit_with_2(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(PointRule, "accept", lambda self, child, token, trying, rng: trying)
+    accept_all_drafts(monkeypatch)
     status, out, _ = run("limit=4", "drafter.min_n=1")
     assert status == 2
     assert "VIOLATION" in out

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import accept_all_drafts
 from hydra import compose, initialize_config_dir
 from hydra.core.utils import setup_globals
 from omegaconf import OmegaConf
@@ -31,6 +32,7 @@ from specresearch.models.hf import HFModel
 from specresearch.overrides import CONF
 from specresearch.prompts import Question, builtin
 from specresearch.run import Run
+from specresearch.sampling import Sampler
 
 MODES = ("speculative", "baseline")
 BASE = ["target=tiny", "drafter=ngram", "tracker=none", "max_new_tokens=4", "limit=2"]
@@ -117,9 +119,9 @@ def test_another_target_is_loaded_anew(sweep, monkeypatch):
 def test_ids_are_reused_and_times_are_not(sweep, tmp_path):
     assert sweep("limit=12", "tree.topk=1,2", "max_new_tokens=6")[0] == 0
     (first, every), (second, some) = (load(tmp_path / "sweep" / number) for number in "01")
-    assert first["baseline_prompts"] == 12 and all("baseline" in block for block in every)
-    assert second["baseline_prompts"] == 8
+    assert first["baseline_prompts"] == second["baseline_prompts"] == 8
     timed = [block for block in some if "baseline" in block]
+    assert [block["block"] for block in timed] == [block["block"] for block in every if "baseline" in block], "the same"
     assert len(timed) == 8 and {kind for block in timed for kind in block["kinds"]} == set(second["by_kind"])
     assert second["lossless"]["equal"] == second["lossless"]["answers"] == 12, "all answers are judged"
     spec, plain = (sum(b[m]["tokens"] for b in timed) / sum(b[m]["seconds"] for b in timed) for m in MODES)
@@ -145,7 +147,7 @@ OTHERS = ["seed=1", "temperature=1", "stop=[zz]", "batch_size=2", "kernels=torch
 def origin(tmp_path: Path, target: HFModel, *given: str) -> str:
     with initialize_config_dir(CONF, version_base="1.3"):
         cfg = compose("config", ["target=hf", "target.id=x", *given])
-    parts = SimpleNamespace(target=target)
+    parts = SimpleNamespace(target=target, sampler=Sampler())
     return cli.plain_answers(cfg, parts, settings_of(cfg), tmp_path).origin
 
 
@@ -253,9 +255,7 @@ def test_the_table_marks_what_is_lossy_and_a_violation_is_status_2(sweep, monkey
     assert status == 0
     assert [re.search("LOSSY|lossless|not_exercised", row)[0] for row in rows[2:4]] == ["LOSSY", "lossless"]
     assert "verifier.threshold_acc" in rows[1]
-    from specresearch.kernels.verify import PointRule
-
-    monkeypatch.setattr(PointRule, "accept", lambda self, child, token, trying, rng: trying)
+    accept_all_drafts(monkeypatch)
     status, out, _ = sweep("drafter.min_n=1,2", "limit=4", "max_new_tokens=12", folder="bad")
     assert status == 2 and "VIOLATION" in out
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import start
-from libraries import Decode, Setting
-from machine import bandwidth
-from plain_models import Models
+from peer.engines import start
+from peer.libraries import Decode, Setting
+from peer.machine import bandwidth
+from peer.plain_models import Models
 
 from specresearch import console
 from specresearch.models.hf import one_line
