@@ -444,7 +444,7 @@ class HFModel(Target):
         return statistics.median(times[1:])
 
 
-class Constrained(LogitsProcessor):
+class Constrained(LogitsProcessor):  # type: ignore[misc]
     """The grammar in transformers' `generate`, for one answer; its assisted modes go back and forth between prefixes."""
 
     def __init__(self, grammar: Grammar, start: int):
