@@ -166,6 +166,7 @@ def test_trees_and_rules_take_turns(name, small, monkeypatch, capsys):
     assert "violation" not in text and text.count("|") > 20
 
 
+@pytest.mark.slow
 def test_sweeps_are_read(tmp_path, monkeypatch, capsys):
     save_head(eagle_head(), tmp_path / "head")
     shape, prediction, breakdown = (load(name, monkeypatch) for name in ("shape", "prediction", "breakdown"))

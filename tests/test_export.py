@@ -225,6 +225,7 @@ def test_default_taps_are_those_of_the_servers():
     assert exporting.default_taps(32) == (2, 16, 29)
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path):
     save_head(eagle_head(taps=(0, 1, 2)), tmp_path / "head")
 

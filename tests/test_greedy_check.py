@@ -3,12 +3,11 @@
 import pytest
 import torch
 from conftest import PROMPTS
-from helpers import decode
+from helpers import accept_all_drafts, decode
 
 from specresearch.drafters.ngram import NGram
 from specresearch.drafters.none import NoDrafter
 from specresearch.drafters.small_lm import SmallLM
-from specresearch.kernels.verify import PointRule
 from specresearch.lossless.greedy import GreedyJudge, calibrate, verdict_of
 from specresearch.models import tiny
 from specresearch.models.hf import HFModel
@@ -68,8 +67,7 @@ def test_a_wrong_token_is_a_violation_wherever_it_stands(answers):
 
 
 def test_verifier_that_takes_wrong_children(answers, monkeypatch):
-    wrong = lambda self, child, token, trying, rng: trying  # noqa: E731
-    results, _, _ = answers(lambda: monkeypatch.setattr(PointRule, "accept", wrong))
+    results, _, _ = answers(lambda: accept_all_drafts(monkeypatch))
     assert verdict_of(results, 1) == "violation"
     assert verdicts(results) == {"verifier_bug"}
 

@@ -59,6 +59,7 @@ def test_sampling_on_a_chain(real, prompts):
     assert turns[0].output_ids != turns[1].output_ids
 
 
+@pytest.mark.slow
 def test_the_command_at_temperature_1(real, tmp_path, monkeypatch):
     arguments = ["drafter=ngram", "temperature=1", "limit=7", "max_new_tokens=12", "batch_size=4", "tracker=none"]
     monkeypatch.setattr(sys, "argv", ["specresearch", *arguments, "baseline=false", f"hydra.run.dir={tmp_path}"])

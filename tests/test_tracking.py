@@ -160,11 +160,12 @@ def canned(folder: Path, temperature: float = 0.0) -> dict[str, Any]:
     time = dict.fromkeys(("prefill", "draft", "target", "verify", "commit"), 0.5)
     blocks: list[dict[str, Any]] = [
         {
+            "block": number,
             "answers": n,
             "kinds": [kind],
             "speculative": {"tokens": 4 * n, "seconds": 2.0, "time": time, "target_passes": 2},
         }
-        for n, kind in ((2, "chat"), (1, "code"))
+        for number, (n, kind) in enumerate(((2, "chat"), (1, "code")))
     ]
     checks = [("lossless", 0, 0), ("near_tie", 0, 1), ("violation", "b", 0)]
     for (verdict, id, turn), block in zip(checks, (blocks[0], blocks[0], blocks[1])):

@@ -167,6 +167,7 @@ def test_from_recording_to_preset_and_on_after_ctrl_c(away, monkeypatch, capsys)
     assert cfg.drafter.layers == 1
 
 
+@pytest.mark.slow
 def test_prediction_and_run_agree_where_costs_are_known(away, monkeypatch, capsys):
     """A clock that only the model's passes and the drafter's answers move. Depth, width and size each have their price."""
     now, forward, expand, reserve = [0.0], HFModel.run, NGram.expand, NGram.extend
