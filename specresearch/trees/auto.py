@@ -26,7 +26,7 @@ class AutoTree(DynamicTree):
     always wrong is asked once in a few dozen steps, while the rest is plain decoding.
 
     All rows give evidence together: above temperature 0 the tokens drawn depend on what else was decoded, and on the costs
-    unless both are given, though their law does not. Reads one number per level from the device.
+    unless both are given, though their law does not. Reads a few numbers a step, and one a level, from the device.
     """
 
     def __init__(
