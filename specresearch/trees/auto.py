@@ -26,7 +26,8 @@ class AutoTree(DynamicTree):
     always wrong is asked once in a few dozen steps, while the rest is plain decoding.
 
     All rows give evidence together: above temperature 0 the tokens drawn depend on what else was decoded, and on the costs
-    unless both are given, though their law does not. Reads a few numbers a step, and one a level, from the device.
+    unless both are given, though their law does not. Reads from the device what a choice waits for: a number a level and the
+    worth of the candidates; and what came of the step, once.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class AutoTree(DynamicTree):
         self.unit = 0.0  # seconds of a pass over one node; 0: not measured
         self.level_seconds: deque[float] = deque([0.0], maxlen=31)
         self.evidence, self.plan = _Evidence(depth), NOTHING
+        self.rows = 1  # live ones of the step under way
+        self.began: float | None = None  # its last level
 
     def prepare(self, seconds: Callable[[int], float]) -> None:
         if self.measures:
@@ -60,18 +63,19 @@ class AutoTree(DynamicTree):
             self.unit = seconds(1)
 
     def grow(self, step: Step, ask: Ask) -> Tree:
-        self.rows, self.asked_levels = int(step.live.sum()), 0
-        self.began: float | None = None
+        self.asked_levels, self.began = 0, None
         tree = super().grow(step, ask)
         worth = torch.where(tree.valid & step.live[:, None], tree.score.double().exp(), 0.0)
         promised = worth.new_zeros(self.depth + 1).index_add(0, tree.depth.flatten(), worth.flatten())
-        self.plan = _Plan(self.asked_levels, tree.tokens.shape[1], tuple(promised.tolist()))
+        self.plan = _Plan(self.asked_levels, tree.tokens.shape[1], promised)
         return tree
 
     def goes_on(self, step: Step, depth: int, total: Tensor) -> bool:
         reached = torch.where(step.live, total.exp().sum(1).clamp(max=1), 0.0).sum().item()
         if self.began is not None:  # the number above waited for the level
             self.level_seconds.append(time.perf_counter() - self.began)
+        else:
+            self.rows = round(reached)  # every live row has reached the root
         self.began, self.asked_levels = time.perf_counter(), depth
         if depth == self.depth:
             return False
@@ -87,9 +91,13 @@ class AutoTree(DynamicTree):
         return max(sizes, key=lambda n: gain[n - 1] - rate * self._pass(self.rows * n))
 
     def observe(self, verdict: Verdict, seconds: float) -> None:
-        lengths = [n for n in verdict.length.tolist() if n]
         plan, self.plan = self.plan, NOTHING
-        self.evidence.add(lengths, plan, self._pass(len(lengths) * plan.size) + plan.levels * self._level())
+        known = [] if plan.promised is None else [plan.promised]
+        read = torch.cat([verdict.length.double(), *known]).tolist()
+        count = verdict.length.shape[0]
+        lengths, promised = [round(n) for n in read[:count] if n], read[count:]
+        spent = self._pass(len(lengths) * plan.size) + plan.levels * self._level()
+        self.evidence.add(lengths, plan.levels, promised, spent)
 
     def _rate(self) -> float:
         """The going rate, tokens per time: never less than that of plain decoding."""
@@ -119,10 +127,10 @@ class _Plan:
 
     levels: int  # asked about
     size: int  # nodes verified
-    promised: Sequence[float]  # the drafter's probability of the nodes at each depth, all rows together
+    promised: Tensor | None  # the drafter's probability of the nodes at each depth [D + 1], all rows together
 
 
-NOTHING = _Plan(0, 1, ())
+NOTHING = _Plan(0, 1, None)
 
 
 class _Evidence:
@@ -132,13 +140,13 @@ class _Evidence:
         self.sums = torch.zeros(4, depth + 1, dtype=torch.float64)  # promised, accepted of it; asked, accepted
         self.tokens = self.time = 0.0
 
-    def add(self, lengths: Sequence[int], plan: _Plan, spent: float) -> None:
+    def add(self, lengths: Sequence[int], levels: int, promised: Sequence[float], spent: float) -> None:
         self.tokens, self.time = FADING * self.tokens + sum(lengths), FADING * self.time + spent
         self.sums *= FADING
-        for depth in range(1, plan.levels + 1):
+        for depth in range(1, levels + 1):
             asked, taken = (sum(n >= least for n in lengths) for least in (depth, depth + 1))
-            kept = plan.promised[depth] > 0
-            self.sums[:, depth] += torch.tensor([plan.promised[depth], taken * kept, asked, taken])
+            kept = promised[depth] > 0
+            self.sums[:, depth] += torch.tensor([promised[depth], taken * kept, asked, taken])
 
     def trust(self, depth: int) -> float:
         """How much of the probability promised at this depth is accepted; 1 for the root."""
