@@ -214,6 +214,13 @@ def test_predicted_speed_is_shown_where_it_was_measured():
     assert "a pass over" not in run_report(a_run())
 
 
+def test_a_speedup_has_its_interval_where_there_are_enough_questions():
+    few, many = (a_run([a_line(id) for id in range(n)]) for n in (4, 5))
+    assert "95%" not in run_report(few) and "95%: [2.10, 2.10]" in run_report(many)
+    html = comparison_report([few, many])
+    assert "2.10×</b>" in html and "2.10× [2.10, 2.10]</b>" in html
+
+
 @pytest.mark.parametrize("lines", [[], [a_line(steps=[])], [a_line(steps=[a_step([9], [-1], [0])])]])
 def test_runs_with_nothing_to_show(lines):
     unexercised = judged("not_exercised", answers=len(lines), equal=len(lines))

@@ -10,7 +10,7 @@ from specresearch.console import number
 from specresearch.report import evidence, figures, speed, timing, verdict
 from specresearch.report.figures import Table
 from specresearch.report.render import page
-from specresearch.report.subject import Subject, command, option, subjects
+from specresearch.report.subject import Subject, command, option, subjects, within
 from specresearch.report.timeline import timeline
 from specresearch.report.tree import tree
 from specresearch.results import Results
@@ -27,14 +27,14 @@ def run_report(results: Results) -> str:
         "run.html",
         title=" · ".join(option(part, config.get(part)) for part in ("drafter", "tree", "target")),
         facts=_facts(run),
-        headline=_headline(run.summary),
+        headline=_headline(run),
         verdict=verdict.of(run),
         acceptance=[make([run]) for make in (figures.accepted_length, figures.by_depth, figures.by_rank)],
         tree=tree(run) if run.tally.drafted else None,
         timeline=timeline(results),
         time=[timing.parts([run]), timing.steps_over_time([run])],
         speed=[it for it in (speed.yields(run), speed.pass_costs([run])) if it],
-        speeds=_speeds(run.summary),
+        speeds=_speeds(run),
         kinds=figures.kinds([run]),
         evidence=evidence.evidence([run]),
         disputes=verdict.disputes(run),
@@ -64,19 +64,22 @@ def _facts(run: Subject) -> list[tuple[str, str]]:
     ]
 
 
-def _headline(s: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _headline(run: Subject) -> list[tuple[str, str, str]]:
     """(number, what it is, what it stands beside)"""
+    s = run.summary
     plain = s["baseline_tokens_per_second"]
+    against = f"against our own plain decoding{within(run.gain, ', 95%: ')}" if plain else "no baseline was run"
     return [
         (number(s["mean_accepted_length"]), "accepted length", "tokens per target pass, bonus included"),
-        (number(s["speedup"], 2, "×"), "speedup", "against our own plain decoding" if plain else "no baseline was run"),
+        (number(s["speedup"], 2, "×"), "speedup", against),
         (number(s["tokens_per_second"], 1), "tokens/s", f"plain {number(plain, 1)}"),
         (number(s["acceptance_rate"]), "acceptance rate", "accepted / drafted, bonus excluded"),
     ]
 
 
-def _speeds(s: dict[str, Any]) -> Table:
-    rows = [("measured", number(s["speedup"], 3, "×"), "tokens/s over plain decoding's, prompts included")]
+def _speeds(run: Subject) -> Table:
+    s, sure = run.summary, within(run.gain, "; 95% interval ")
+    rows = [("measured", number(s["speedup"], 3, "×"), f"tokens/s over plain decoding's, prompts included{sure}")]
     if s.get("predicted_speedup") is not None:
         rows.append(
             ("predicted", number(s["predicted_speedup"], 3, "×"), "accepted length over measured costs of the passes")

@@ -12,7 +12,7 @@ from specresearch.console import number
 from specresearch.report import evidence, figures, speed, timing, verdict
 from specresearch.report.figures import Table
 from specresearch.report.render import page
-from specresearch.report.subject import Subject, command, flat, subjects
+from specresearch.report.subject import Subject, command, flat, subjects, within
 from specresearch.report.tree import tree
 from specresearch.results import Results
 
@@ -52,7 +52,7 @@ def _run_table(runs: Sequence[Subject]) -> list[dict[str, Any]]:
             "rate": number(run.summary["acceptance_rate"]),
             "speed": number(run.summary["tokens_per_second"], 1),
             "plain": number(run.summary["baseline_tokens_per_second"], 1),
-            "gain": number(run.summary["speedup"], 2, "×"),
+            "gain": number(run.summary["speedup"], 2, "×") + within(run.gain),
             "predicted": number(run.summary.get("predicted_speedup"), 2, "×"),
             "verdict": verdict.of(run),
         }
