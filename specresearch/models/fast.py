@@ -59,7 +59,7 @@ class FastForward:
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens [R, q] at positions [R, q] -> logits [R, q or 1, V], the taps' features [R, q, F]. `keep` [R] = the one
         query per row whose logits are wanted."""
-        self._follow()
+        self.follow()
         x = self.embed(tokens)
         cos, sin = self.rotary(x, positions)
         half = self.sizes[2] // 2
@@ -77,9 +77,9 @@ class FastForward:
         )
         return self.head(asked), features
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Lay the blocks out anew where a weight has changed."""
-        now = states(self.theirs)
+        now = [each for part in (self.theirs, self.embed, self.final, self.head) for each in states(part)]
         if now != self.seen:
             self.seen = now
             self.blocks = [Block.of(b, *self.sizes, b.self_attn.scaling, self.eps) for b in self.theirs]

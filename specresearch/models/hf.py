@@ -24,6 +24,7 @@ from specresearch.kernels.tree import ancestors
 from specresearch.models.attention import Takeover, TreeMask
 from specresearch.models.cache import LayerShape, SlotCache
 from specresearch.models.fast import FastForward, View
+from specresearch.models.graphs import Graphs
 from specresearch.models.linear import quicken
 from specresearch.parallel import Group, together
 from specresearch.sampling import Sampler, forbid
@@ -59,7 +60,7 @@ class HFModel(Target):
         self.takeover = Takeover(self.blocks)
         self.ours = False  # whether the tree kernel computes the attention of a pass: set by the check
         self._packed_only = False
-        self.fast: FastForward | None = None
+        self.fast: FastForward | Graphs | None = None
         self._hook()
         self._choose(fast)
 
@@ -137,7 +138,8 @@ class HFModel(Target):
         if fast not in ("auto", "off"):
             raise UserError(f"fast={fast}: use auto or off")
         if fast == "auto" and FastForward.serves(self.model):
-            self.fast = FastForward(self.model, self.blocks, self.head)
+            forward = FastForward(self.model, self.blocks, self.head)
+            self.fast = Graphs(forward) if self.device.type == "cuda" and self.group is None else forward
             try:
                 return self._require_exact()
             except UserError:
@@ -224,7 +226,7 @@ class HFModel(Target):
         text.num_hidden_layers = count
         if isinstance(getattr(text, "layer_types", None), list):
             text.layer_types = text.layer_types[:count]  # a cache is made with as many layers as these
-        return HFModel(model, self.tokenizer, f"{self.name}[:{count}]", "auto" if self.fast else "off", self.group)
+        return type(self)(model, self.tokenizer, f"{self.name}[:{count}]", "auto" if self.fast else "off", self.group)
 
     # -- the target's role -------------------------------------------------------------------------------------------
 
