@@ -120,6 +120,9 @@ def plain(tree: Tree, p: Probs, rng: Rng) -> Verdict:
 def greedy(tree: Tree, p: Probs, rng: Rng) -> Verdict:
     """Accept the child that is p's argmax. p is one-hot; a row that is no law (NaN) accepts nothing and gives -1."""
     choice = p.choices() if isinstance(p, OneHot) and p.one_hot else _choices(p.all())
+    if tree.levels == 0:  # nothing was drafted
+        nothing = torch.zeros_like(choice[:, :1])
+        return Verdict(nothing, nothing[:, 0] + 1, choice[:, 0])
     if on_triton(tree.tokens):
         return greedy_links(tree.tokens, links(tree.parent, tree.valid), tree.levels, choice)
     return _follow(tree, choice)
