@@ -5,6 +5,8 @@ import io
 import math
 import random
 import re
+import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -480,9 +482,21 @@ def test_latex_needs_no_clean_up(call, awkward):
         assert all(len(re.split(r"(?<!\\)&", row)) == len(tabular[0]) for row in rows)
     assert r"a\_b$|$c\&d\%.jsonl" in out and r"TV $\le$ 0.1" in out
     assert r"$<$x$>$\textbackslash{}y\#\{\$\}\textasciitilde{}\textasciicircum{}*.jsonl" in out
-    plain = re.sub(r"\\[a-z]+|\\.|\$.*?\$", "", out)
+    packages, tables = out.split("\n", 1)
+    assert packages == r"% \usepackage{booktabs}"
+    plain = re.sub(r"\\[a-z]+|\\.|\$.*?\$", "", tables)
     assert not re.search(r"[%#_^~\\$]", plain) and plain.isascii()
     assert plain.count("{") == plain.count("}")
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX here")
+def test_latex_takes_the_table(call, awkward, tmp_path):
+    _, out, _ = call(*awkward, "format=latex")
+    page = f"\\documentclass{{article}}\\usepackage{{booktabs}}\\begin{{document}}{out}\\end{{document}}"
+    (tmp_path / "page.tex").write_text(page, encoding="utf-8")
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "page.tex"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout
 
 
 @pytest.mark.parametrize(("name", "form"), [("x.csv", "csv"), ("x.md", "markdown"), ("x.tex", "latex")])

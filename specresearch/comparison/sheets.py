@@ -141,7 +141,7 @@ MARKDOWN = str.maketrans({sign: "\\" + sign for sign in "\\|*`<_"})
 LATEX = str.maketrans(
     {sign: "\\" + sign for sign in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    | {"<": "$<$", ">": "$>$", "|": "$|$", "≤": r"$\le$", '"': r"\textquotedbl{}"}
+    | {"<": "$<$", ">": "$>$", "|": "$|$", "≤": r"$\le$", '"': "''"}
 )
 
 
@@ -160,7 +160,7 @@ def _markdown(sheet: Sheet) -> str:
 
 def as_latex(found: Comparison) -> str:
     r"""Needs \usepackage{booktabs} alone; the explanations are the caption."""
-    return "\n".join(_latex(sheet) for sheet in sheets(found))
+    return "\n".join(["% \\usepackage{booktabs}", *(_latex(sheet) for sheet in sheets(found))])
 
 
 def _latex(sheet: Sheet) -> str:
