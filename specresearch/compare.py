@@ -48,11 +48,7 @@ def job(paths: Sequence[str], cfg: DictConfig) -> None:
 def left_out(paths: Sequence[str]) -> list[str]:
     """The jobs of a sweep that have nothing to compare."""
     missing = [job for path in paths for job in jobs(Path(path)) if job.state != "done"]
-    return [
-        f"{job.folder} is left out, it {job.state}: {job.reason}"
-        for job in missing
-        if not (job.folder / "summary.json").exists()
-    ]
+    return [f"{job.folder} is left out: {job.reason}" for job in missing if not (job.folder / "summary.json").exists()]
 
 
 def chosen_format(cfg: DictConfig) -> str:
@@ -96,12 +92,15 @@ def reference(cfg: DictConfig, runs: Sequence[Results]) -> int:
 
 
 def show(found: Comparison) -> None:
-    wide = console.wide()
-    for sheet in sheets(found):
-        wide.print(on_console(sheet))
+    """Where the tables are too wide with what varies in columns of its own, that stands with the folders below them."""
+    wide, made = console.wide(), sheets(found)
+    aside = any(sheet.width > wide.width for sheet in made)
+    for sheet in made:
+        wide.print(on_console(sheet, len(found.keys) if aside else 0))
         wide.print("\n".join(sheet.notes), "\n", style="dim", markup=False)
     for i, row in enumerate(found.rows, 1):
-        console.out.print(f"run {i}  {row.run.folder}", markup=False)
+        labels = [f"{key}={value}" for key, value in zip(found.keys, row.labels) if value] if aside else []
+        console.out.print(f"run {i}  {'  '.join([*labels, str(row.run.folder)])}", markup=False)
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -100,7 +100,7 @@ def read_yaml(path: Path) -> Any:
 def frozen(cfg: DictConfig, folder: Path) -> DictConfig:
     """The configuration of this run: saved at its start, and read back when it is resumed."""
     path = folder / "config.yaml"
-    if not cfg.resume:
+    if not cfg.resume or not path.exists():
         path.write_text(yaml.safe_dump(OmegaConf.to_container(cfg, resolve=True), sort_keys=False), encoding="utf-8")
     return OmegaConf.create(yaml.safe_load(path.read_text(encoding="utf-8")))
 

@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from specresearch import cli, console, overrides
 from specresearch.results import Results, find, read, read_lines
-from specresearch.types import UserError
+from specresearch.types import TreePolicy, UserError
 from specresearch.whatif.answer import Answer, Recording, answers
 from specresearch.whatif.candidates import Tree, fitting, policy_of, search
 from specresearch.whatif.price import Prices, by_size, prices_of
@@ -81,6 +81,8 @@ def recordings(paths: Sequence[str]) -> Iterator[Recording]:
     for path in map(Path, paths):
         if not path.exists():
             raise UserError(f"{path} does not exist: give a run's folder, or its trace.jsonl or dense.jsonl")
+        if path.is_file() and path.name not in ("trace.jsonl", "dense.jsonl"):
+            raise UserError(f"{path} is no trace: give a run's folder, or its trace.jsonl or dense.jsonl")
         for run in [read(path.parent)] if path.is_file() else find([path]):
             yield recording(run, path if path.is_file() else None)
 
@@ -102,6 +104,8 @@ def recording(run: Results, file: Path | None) -> Recording:
         )
     path = file or run.folder / "dense.jsonl"
     dense = path.name == "dense.jsonl" and path.exists()
+    if adapts(policy) and not dense:
+        raise UserError(f"{run.folder}: its tree took another shape in every step: record a run with tree=dynamic")
     lines = read_lines(path) if dense else list(run.lines)
     if not any(len(line["output_ids"]) > 1 for line in lines):
         raise UserError(
@@ -112,6 +116,11 @@ def recording(run: Results, file: Path | None) -> Recording:
     return Recording(run, lines, policy, dense)
 
 
+def adapts(policy: TreePolicy) -> bool:
+    """Whether its trees depend on what it observes, times among it, which no trace can foretell."""
+    return type(policy).observe is not TreePolicy.observe
+
+
 # -- questions and answers -------------------------------------------------------------------------------------------------
 
 
@@ -120,25 +129,35 @@ def replay(own: Recording, wish: Wish, prices: Prices | None) -> list[tuple[Tree
     if wish.best:
         asked = list(fitting(own, [tree for change in wish.trees for tree in search(own, change)]))
     else:
-        asked = [(change, policy_of(config, change)) for change in wish.trees]
+        asked = list(possible(config, wish.trees))
     if not asked:
         raise UserError("no tree is left to try: give fewer of tree.depth, tree.topk, tree.size")
     policies = [policy for _, policy in asked]
     for policy in policies:
         if policy.temperature is not None:
             raise UserError("a tree that draws its children cannot be replayed: use tree.draw=topk")
+        if adapts(policy):
+            raise UserError(
+                "the shape of tree=auto depends on times that are not known before: ask about tree=dynamic, e.g. with "
+                "best=true, or run it"
+            )
         if prices is not None:
             policy.prepare(partial(by_size, prices.target))
     with console.progress() as bar:
-        task = bar.add_task("replaying", total=len(own.lines), note=f"{len(asked)} trees")
+        task = bar.add_task("replaying", total=len(own.lines) * len(asked), note=f"{len(asked)} trees")
         found = answers(own, policies, prices, lambda: bar.update(task, advance=1))
     return [(change, answer) for (change, _), answer in zip(asked, found)]
 
 
-def best_of(found: Sequence[tuple[Tree, Answer]], objective: str) -> tuple[Tree, Answer]:
-    if all(getattr(answer, objective) is None for _, answer in found):
-        raise UserError(f"the run has no clock to tell {objective} by: use objective=mean_accepted_length")
-    return max(found, key=lambda one: getattr(one[1], objective) or 0.0)
+def possible(config: dict[str, Any], changes: Sequence[Tree]) -> Iterator[tuple[Tree, TreePolicy]]:
+    """The trees asked about; of many, those that cannot be are left out, and it is said."""
+    for change in changes:
+        try:
+            yield change, policy_of(config, change)
+        except UserError as error:
+            if len(changes) == 1:
+                raise
+            console.note(f"left out: {error}")
 
 
 def answer_all(arguments: Sequence[str]) -> None:

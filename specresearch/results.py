@@ -50,7 +50,13 @@ def read(folder: Path) -> Results:
     if not all(isinstance(summary.get(key), dict) for key in ("config", "lossless", "provenance")):
         raise UserError(f"{path} is no summary of a run: give the folder of a finished run")
     pieces = _json(named) if named.exists() else {}
-    return Results(folder, summary, *read_finished(folder), {int(token): text for token, text in pieces.items()})
+    lines, blocks = read_finished(folder)
+    if len(lines) < summary.get("prompts", 0):
+        raise UserError(
+            f"{folder} holds {len(lines)} of the {summary['prompts']} answers that its summary counts (blocks.jsonl has lost "
+            f"some): make them again with  resume={folder}"
+        )
+    return Results(folder, summary, lines, blocks, {int(token): text for token, text in pieces.items()})
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -90,7 +96,9 @@ def read_finished(folder: Path) -> tuple[list[Line], list[Block]]:
     blocks, lines = read_lines(folder / "blocks.jsonl"), read_lines(folder / "trace.jsonl")
     done = sum(block["answers"] for block in blocks)
     if len(lines) < done:
-        raise UserError(f"{folder}/trace.jsonl has lost answers ({len(lines)} of {done}): start a new run")
+        raise UserError(
+            f"{folder}/trace.jsonl has lost answers ({len(lines)} of {done}): delete {folder} and run it again"
+        )
     return in_order(with_answers(blocks, lines[:done]))
 
 
@@ -129,9 +137,9 @@ def read_lines(path: Path) -> list[Line]:
         except ValueError:
             if number == len(texts):
                 break
-            raise UserError(f"{path} line {number} is damaged: start a new run") from None
+            raise UserError(f"{path} line {number} is damaged: delete {path.parent} and run it again") from None
         if line is not None and not isinstance(line, dict):
-            raise UserError(f"{path} line {number} is damaged: start a new run")
+            raise UserError(f"{path} line {number} is damaged: delete {path.parent} and run it again")
         lines += [line] if line else []
     return lines
 

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from specresearch.results import read
+from specresearch.types import UserError
 
 ERROR = "error.txt"  # in the folder of a job that failed: why, in one line
 OWN = ("resume", "objective")  # keys that say nothing about what a job measures
@@ -56,10 +59,18 @@ def _job(folder: Path) -> SweepJob:
         reason = failed.read_text(encoding="utf-8").strip()
         return SweepJob(folder, overrides, "failed", None, reason, failed.stat().st_mtime)
     touched = max(path.stat().st_mtime for path in (folder / ".hydra", config) if path.exists())
-    summary = read(folder).summary if (folder / "summary.json").exists() else None
+    summary = _summary(folder)
     if summary is None or summary.get("interrupted"):
         return SweepJob(folder, overrides, "unfinished", None, "it did not end", touched)
     return SweepJob(folder, overrides, "done", summary, "", touched)
+
+
+def _summary(folder: Path) -> dict[str, Any] | None:
+    """None where there is none that can be read: going on with the job makes it anew."""
+    try:
+        return read(folder).summary if (folder / "summary.json").exists() else None
+    except UserError:
+        return None
 
 
 def next_number(sweep: Path) -> int:
@@ -71,8 +82,20 @@ def same(sweep: Path, config: dict[str, Any], first: int) -> SweepJob | None:
     """The job with this resolved configuration among those numbered below `first`; one that is done, if there is one."""
     old = [job for job in jobs(sweep) if not (job.folder.name.isdigit() and int(job.folder.name) >= first)]
     wanted = _plain(config)
-    found = [job for job in old if _plain(_yaml(job.folder / "config.yaml") or {}) == wanted]
+    found = [job for job in old if _plain(_config(job.folder)) == wanted]
     return next((job for job in found if job.state == "done"), found[0] if found else None)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Resolved; by Hydra's own file where the job was broken off before it had written one."""
+    own = folder / ".hydra" / "config.yaml"
+    if (folder / "config.yaml").exists() or not own.exists():
+        return _yaml(folder / "config.yaml") or {}
+    try:
+        config: Any = OmegaConf.to_container(OmegaConf.load(own), resolve=True)
+    except (OSError, ValueError, OmegaConfBaseException, yaml.YAMLError):
+        return {}
+    return config
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:

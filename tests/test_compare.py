@@ -504,3 +504,27 @@ def test_out_writes_what_format_prints_and_shows_the_table(call, sweep, tmp_path
     status, out, err = call(sweep, f"out={tmp_path / name}")
     assert status == 0 and "written to" in err and "Ratios to run 1" in out
     assert (tmp_path / name).read_text() == call(sweep, f"format={form}")[1]
+
+
+def test_what_varies_stands_below_tables_that_would_be_too_wide(call, tmp_path):
+    for number in range(3):
+        prompts = {"_target_": "specresearch.prompts.file", "path": "/a/long/way/" * 4 + "prompts.jsonl"}
+        tree = {"topk": number + 1, "parents": list(range(-1, 12 + number)), "draw": "x" * 40 + str(number)}
+        config = {"tree": CONFIG["tree"] | tree, "prompts": prompts}
+        write(tmp_path / str(number), blocks(random.Random(number), 8), config=config)
+    status, out, _ = call(tmp_path)
+    assert status == 0 and "…" not in out
+    assert "run 2  tree.topk=2  tree.parents=" in " ".join(out.split(" ")) and f"draw={'x' * 40}1" in out.replace(
+        "\n", ""
+    )
+    assert "tree.topk" not in out.splitlines()[0] and "accepted length" in out.splitlines()[0]
+
+
+def test_a_missing_interval_is_explained(call, tmp_path):
+    for name, timed in (("few", 3), ("many", 8)):
+        found = blocks(random.Random(1), 8)
+        write(tmp_path / name, [(*each[:2], each[2] if i < timed else None) for i, each in enumerate(found)])
+    _, out, _ = call(tmp_path / "few", tmp_path / "many")
+    assert "fewer than 5 blocks" in " ".join(out.split())
+    _, out, _ = call(tmp_path / "many")
+    assert "fewer than 5 blocks" not in " ".join(out.split())

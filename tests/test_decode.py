@@ -109,7 +109,7 @@ def test_stop_strings_cut_inside_accepted_blocks(target, prompts, expected, widt
         assert 1 + sum(step["emitted"] for step in turn.steps) == before
 
 
-@pytest.mark.parametrize("draw", [None, "topk", "without_replacement", "iid"])
+@pytest.mark.parametrize("draw", [None, "topk", "without_replacement", pytest.param("iid", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_sampled_tokens_do_not_depend_on_the_batch(target, draft_folder, prompts, name, draw):
     drafter = drafters(target, draft_folder)[name]

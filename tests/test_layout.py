@@ -77,6 +77,7 @@ def test_rooms_are_no_packages_of_their_own():
         assert os.readlink(PACKAGE / room) == f"../{room}"
 
 
+@pytest.mark.slow
 def test_wheel_holds_everything_and_works_from_elsewhere(tmp_path):
     """Build a wheel, unpack it, and run from it outside the checkout; `import kernels` must not find ours."""
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]

@@ -318,14 +318,36 @@ def test_the_runs_own_tree_is_foretold_from_an_ordinary_trace(run_folder, tmp_pa
         (["RUN", "--best"], "usage"),
         (["tree.depth=2"], "no run was given"),
         (["RUN", "tree.depth=[1"], "tree.depth=[1"),
+        (["RUN", "tree=auto"], "ask about tree=dynamic"),
+        (["RUN/summary.json"], "is no trace"),
         (["RUN", "tree=static", "tree.draw=iid", "tree.temperature=1"], "use tree.draw=topk"),
     ],
 )
 def test_mistakes_are_said_in_one_line(run_folder, arguments, says, capsys):
-    assert call(replay.main, *(str(run_folder) if a == "RUN" else a for a in arguments)) == 1
+    assert call(replay.main, *(a.replace("RUN", str(run_folder)) for a in arguments)) == 1
     errors = capsys.readouterr().err.strip().splitlines()
     assert len(errors) == 1
     assert says in errors[0]
+
+
+def test_of_many_trees_those_that_cannot_be_are_left_out(run_folder, capsys):
+    assert call(replay.main, str(run_folder), "tree.depth=1,3", "tree.size=3,4") == 0
+    text, errors = capsys.readouterr()
+    assert errors.count("left out") == 1 and "tree.size=3 cannot hold tree.depth=3" in errors
+    assert "best of 3" in text
+
+
+def test_a_run_whose_tree_adapts_is_no_recording_unless_dense(run_folder, tmp_path, capsys):
+    folder = tmp_path / "auto"
+    shutil.copytree(run_folder, folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["config"]["tree"] = {"_target_": "specresearch.trees.auto.AutoTree", "depth": 3, "topk": 3, "size": 12}
+    summary["config"]["tree"]["temperature"] = 0
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert call(replay.main, str(folder), "tree=dynamic", "tree.depth=2") == 0
+    (folder / "dense.jsonl").unlink()
+    assert call(replay.main, str(folder), "tree=dynamic", "tree.depth=2") == 1
+    assert "another shape in every step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

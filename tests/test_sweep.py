@@ -299,6 +299,20 @@ def test_resume_skips_what_is_done_and_adds_what_is_new(sweep, tmp_path, monkeyp
     assert ran[1:] == [("5", 2)], "another seed is another configuration"
 
 
+def test_a_job_broken_off_before_it_began_or_damaged_is_made_anew(sweep, tmp_path):
+    folder = tmp_path / "sweep"
+    assert sweep("tree.topk=1,2,3")[0] == 0
+    (folder / "0" / "config.yaml").unlink()  # Ctrl-C while the model was loaded: Hydra's files alone
+    for path in (folder / "0").glob("*.json*"):
+        path.unlink()
+    whole = (folder / "1" / "summary.json").read_text()
+    (folder / "1" / "summary.json").write_text(whole[: len(whole) // 2])
+    status, out, err = sweep("tree.topk=1,2,3", f"resume={folder}")
+    assert status == 0 and "3 of 3 jobs done" in out, err
+    assert out.count("skipped") == 1 and jobs_of(folder) == ["0", "1", "2"]
+    assert load(folder / "1")[0]["prompts"] == load(folder / "0")[0]["prompts"] == 2
+
+
 def test_interrupted_and_failed_jobs_are_taken_up(sweep, tmp_path, monkeypatch):
     folder, step, calls = tmp_path / "sweep", Decoder._step, []
 

@@ -15,6 +15,7 @@ from specresearch.comparison.rows import Comparison, Row
 from specresearch.console import VERDICT_STYLE, number
 
 SIGN = "*"
+GAP = 2  # between columns on the console
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class Sheet:
     rows: list[list[str]]
     words: int  # so many columns, the first ones, hold words; the others numbers
     notes: list[str]
+
+    @property
+    def width(self) -> int:
+        """Characters of its widest line on the console."""
+        return sum(max(map(len, column)) + GAP for column in zip(self.header, *self.rows))
 
 
 def sheets(found: Comparison) -> list[Sheet]:
@@ -40,6 +46,8 @@ def _alone(found: Comparison) -> Sheet:
         numbers = [str(row.answers), interval(row.length), number(row.tokens_per_second, 1), interval(row.speedup)]
         rows.append([str(i), *row.labels, verdict(row), *numbers, *([number(row.predicted)] if own else [])])
     notes = [*_spread(found), _speedups(own)] if any(row.speedup.value for row in found.rows) else _spread(found)
+    if found.questions >= FEWEST and any(row.speedup.value and row.speedup.low is None for row in found.rows):
+        notes.append(f"No interval where fewer than {FEWEST} blocks of questions were timed in both modes.")
     if any(row.run.summary["config"]["temperature"] > 0 for row in found.rows):
         notes.append("Answers were sampled: the runs answered the same questions with other texts.")
     if any(row.verdict == "lossy" for row in found.rows):
@@ -99,12 +107,14 @@ def verdict(row: Row) -> str:
     return row.verdict.upper() + bound if row.verdict in ("lossy", "violation", "simulated") else row.verdict
 
 
-def on_console(sheet: Sheet) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for i, heading in enumerate(sheet.header):
-        table.add_column(Text(heading), justify="left" if i < sheet.words else "right")
+def on_console(sheet: Sheet, without: int = 0) -> Table:
+    """`without`: so many columns behind the first are left out."""
+    table = Table(box=None, padding=(0, GAP, 0, 0))
+    kept = [i for i in range(len(sheet.header)) if not 1 <= i <= without]
+    for i in kept:
+        table.add_column(Text(sheet.header[i]), justify="left" if i < sheet.words else "right")
     for row in sheet.rows:
-        table.add_row(*(Text(cell, style=VERDICT_STYLE.get(cell.lower(), "")) for cell in row))
+        table.add_row(*(Text(row[i], style=VERDICT_STYLE.get(row[i].lower(), "")) for i in kept))
     return table
 
 

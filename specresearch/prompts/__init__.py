@@ -73,7 +73,7 @@ def loaded(said: str, id: str, name: str | None, split: str, **more: Any) -> Any
     try:
         return datasets.load_dataset(id, name, split=split, **more)
     except Exception as error:  # datasets raises many kinds, from its own and from other libraries
-        reason = " ".join(str(error).split())[:160]
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
         local = (
             ""
             if more
@@ -102,11 +102,11 @@ def question(fields: Any, where: str, number: int) -> Question:
 
 def distinct(questions: list[Question], where: str) -> list[Question]:
     """Ids seed the randomness and name the lines of the trace, so each may occur once."""
-    seen: set[int | str] = set()
+    seen: set[str] = set()
     for q in questions:
-        if q.id in seen:
+        if str(q.id) in seen:
             raise UserError(f"{where}: the id {q.id!r} occurs twice")
-        seen.add(q.id)
+        seen.add(str(q.id))
     if not questions:
         raise UserError(f"{where} holds no prompts")
     return questions

@@ -28,7 +28,7 @@ def benchmark(
     questions = []
     for number, row in enumerate(rows):
         turns = row[field] if isinstance(row[field], list) else [row[field]]
-        own = {"id": number, "kind": str(row[kind]) if kind in row else kind, "turns": turns}
+        own = {"id": number, "kind": kind if row.get(kind) is None else str(row[kind]), "turns": turns}
         questions.append(question(own, f"{where} row {number}", number))
     return distinct(questions, where)
 

@@ -63,7 +63,8 @@ class Answer:
 def answers(
     recording: Recording, policies: Sequence[TreePolicy], prices: Prices | None, tick: Callable[[], None] = lambda: None
 ) -> list[Answer]:
-    """One for each policy. The books are large, so only one is held at a time; `tick` is called after each."""
+    """One for each policy. The books are large, so only one is held at a time; `tick` is called after each
+    of its policies."""
     levels = max(policy.depth for policy in policies)
     found: list[list[Lengths]] = [[] for _ in policies]
     asked, ties = [], 0
@@ -74,7 +75,7 @@ def answers(
             ties += tied(book)
             for policy, lists in zip(policies, found):
                 lists.append(lengths(policy, book, *_relation(policy, recording)))
-            tick()
+                tick()
     return [_answer(recording, policy, lists, asked, ties, prices) for policy, lists in zip(policies, found)]
 
 

@@ -34,12 +34,12 @@ def show(own: Recording, found: Found, prices: Prices | None, objective: str, ra
     console.out.print(
         f"measured there   {measured}, {speed}   {as_text(own.run.summary['config']['tree'])}\n", markup=False
     )
-    shown = sorted(found, key=lambda one: -(getattr(one[1], objective) or 0.0))[:SHOWN] if ranked else found
+    shown = sorted(found, key=lambda one: -rounded(getattr(one[1], objective)))[:SHOWN] if ranked else found
     if len(shown) == 1:
         details(*shown[0])
     else:
         console.wide().print(table(shown))
-    console.out.print(caption([answer for _, answer in found], prices), markup=False)
+    console.out.print(caption([answer for _, answer in found], prices, summary["config"]["batch_size"]), markup=False)
     if len(shown) > 1:
         change, _ = best_of(found, objective)
         console.out.print(f"\nbest of {len(found)} by {objective}, in a run of its own:", markup=False)
@@ -77,17 +77,26 @@ def how_well(answer: Answer) -> str:
     return f"{answer.kind}: {answer.unknown or 0:.0%} of the steps unknown, {bounds}"
 
 
-def caption(found: Sequence[Answer], prices: Prices | None) -> str:
+def caption(found: Sequence[Answer], prices: Prices | None, batch: int) -> str:
     lines = [MEANING[kind] for kind in MEANING if kind in {answer.kind for answer in found}]
     if ties := max(answer.ties for answer in found):
         lines.append(f"at {ties} places the drafter ranked two tokens equal; a run may order them otherwise")
     lines.append(
         f"costs: {prices.source}; drafting in proportion to tree.depth" if prices else "costs: none were measured"
     )
+    if prices and batch > 1:
+        lines.append(
+            f"batch_size={batch}: rows that share passes end at different times, so speeds are rougher than for one row"
+        )
     return "\n".join(lines)
 
 
 def best_of(found: Found, objective: str) -> tuple[Tree, Answer]:
     if all(getattr(answer, objective) is None for _, answer in found):
         raise UserError(f"the run has no clock to tell {objective} by: use objective=mean_accepted_length")
-    return max(found, key=lambda one: getattr(one[1], objective) or 0.0)
+    return max(found, key=lambda one: rounded(getattr(one[1], objective)))
+
+
+def rounded(value: float | None) -> float:
+    """So that of equal trees the first counts, which is the smallest."""
+    return float(f"{value or 0.0:.9g}")
