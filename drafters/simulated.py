@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,7 +60,8 @@ class Simulated(Drafter):
         self.answers: dict[tuple[int, ...], Sequence[int]] = {}
         rank = torch.arange(self.vocab_size, device=self.device).float()
         self.decoys = torch.where(rank == 0, math.log(FIRST), math.log(1 - FIRST) - rank * math.log(2))
-        asked = f"lengths of {trace}" if trace else f"rates {rates}" if rates else f"length {length:g}"
+        least = ", and a step emits 1 at least" if length < 1 and not trace and not rates else ""
+        asked = f"lengths of {trace}" if trace else f"rates {rates}" if rates else f"length {length:g}{least}"
         self.simulated = f"accepted lengths were dictated, by {method} ({asked})"
 
     # -- what it knows -----------------------------------------------------------------------------------------------
@@ -92,7 +94,12 @@ class Simulated(Drafter):
             raise UserError(
                 "drafter.trace has no answer to this prompt: give a run over the same prompts, with the same target"
             )
-        lengths = self.recorded.get(prompt, [])
+        lengths, cut = self.recorded.get(prompt, Recorded([], False))
+        if cut and 1 + sum(lengths) < len(self.answers.get(prompt, ())):
+            raise UserError(
+                f"drafter.trace ends after {1 + sum(lengths)} tokens of an answer that has {len(self.answers[prompt])} here: "
+                "give a run with the same max_new_tokens"
+            )
         lacking = max(0, len(lengths) + 1 - self.planned.shape[1])
         self.planned = torch.nn.functional.pad(self.planned, (0, lacking), value=1)
         self.planned[row] = 1  # behind the end of the recording
@@ -105,6 +112,7 @@ class Simulated(Drafter):
         return self.decoys.expand(*frontier.tokens.shape, -1)
 
     def propose(self, step: Step, policy: TreePolicy, ask: Ask) -> Tree:
+        self._say_what_fits(policy)
         tree = policy.grow(step, ask)
         if tree.tokens.shape[1] == 1:
             return tree
@@ -114,6 +122,14 @@ class Simulated(Drafter):
         self.count += step.live
         tokens = placed(tree, line, self._ahead(step, tree.levels + 1), length, self.vocab_size)
         return Tree(tokens, tree.parent, tree.depth, tree.valid, tree.score, "point", tree.growth, tree.levels)
+
+    def _say_what_fits(self, policy: TreePolicy) -> None:
+        """In what the results are marked with: lengths that no tree of this policy can hold are cut."""
+        longest = max((max(own.lengths, default=1) for own in self.recorded.values()), default=1)
+        wanted = {"match_expected": self.length, "trace": longest}.get(self.method, 1)
+        said = f"; a tree of depth {policy.depth} emits {policy.depth + 1} at most"
+        if wanted > policy.depth + 1 and self.simulated is not None and said not in self.simulated:
+            self.simulated += said
 
     def _ahead(self, step: Step, count: int) -> Tensor:
         """The next `count` tokens of the answer [B, count]; -1 beyond its end, and where the text has left it (near ties)."""
@@ -186,12 +202,22 @@ def rate_of(length: float, levels: int) -> float:
     return high if length > 1 else 0.0
 
 
-def _lengths_of(path: Path) -> dict[tuple[int, ...], list[int]]:
-    """Accepted lengths by prompt, of the trace of an earlier run. Raises UserError."""
+class Recorded(NamedTuple):
+    """Of an answer in an earlier run."""
+
+    lengths: list[int]  # accepted, step by step
+    cut: bool  # by its budget
+
+
+def _lengths_of(path: Path) -> dict[tuple[int, ...], Recorded]:
+    """By prompt, from the trace of an earlier run. Raises UserError."""
     file = path / "trace.jsonl" if path.is_dir() else path
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
-        return {tuple(line["prompt_ids"]): [int(step["emitted"]) for step in line["steps"]] for line in lines}
+        return {
+            tuple(line["prompt_ids"]): Recorded([int(s["emitted"]) for s in line["steps"]], line["finish"] == "length")
+            for line in lines
+        }
     except OSError as error:
         raise UserError(f"drafter.trace={path} cannot be read ({error.strerror}): give the folder of a run") from None
     except (ValueError, KeyError, TypeError):

@@ -398,6 +398,48 @@ def test_mistakes_are_said_in_one_line(make, says):
     assert len(str(error.value).splitlines()) == 1 and "/project/" not in str(error.value)
 
 
+WHOLE = {"type": "integer"}
+TWO = {"type": "object", "properties": {"a": WHOLE, "b": WHOLE}}
+LISTS = {"type": "array", "items": WHOLE}
+
+
+@pytest.mark.parametrize(
+    ("schema", "breaks_it", "said"),
+    [
+        (LISTS | {"uniqueItems": True}, "[1,1]", "uniqueItems"),
+        (LISTS | {"contains": {"const": 5}}, "[1]", "contains"),
+        ({"type": "array", "items": WHOLE | {"not": {"const": 1}}}, "[1]", "not"),
+        (WHOLE | {"if": {"const": 1}, "then": {"const": 2}}, "1", "if"),
+        (TWO | {"dependentRequired": {"a": ["b"]}}, '{"a":1}', "dependentRequired"),
+        ({"oneOf": [WHOLE, {"type": "number"}]}, "1", "oneOf (as anyOf)"),
+        ({"allOf": [WHOLE, {"type": "integer", "minimum": 5}]}, "1", "allOf of several"),
+        ({"$defs": {"i": WHOLE}, "$ref": "#/$defs/i", "minimum": 5}, "1", "what stands beside $ref"),
+        ({"type": "string", "pattern": "^a+$", "minLength": 3}, '"a"', "minLength and maxLength beside pattern"),
+        ({"properties": {"not": WHOLE | {"multipleOf": 10}}, "type": "object", "required": ["not"]}, '{"not":7}', None),
+        (LISTS | {"minItems": 2}, "[1]", None),
+    ],
+)
+def test_what_the_library_does_not_enforce_is_said(schema, breaks_it, said, capsys):
+    source = json_schema(schema=schema, whitespace=0, draft=False)
+    warned = capsys.readouterr().err
+    assert ("does not enforce " + said in warned) if said else "does not enforce" not in warned
+    xgrammar = library()
+    signs = [chr(i) for i in range(32, 127)]
+    tokens = xgrammar.TokenizerInfo([*signs, "<eos>"], vocab_size=96, stop_token_ids=[95])
+    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(tokens).compile_grammar(source.grammar))
+    taken = all(matcher.accept_token(signs.index(sign)) for sign in breaks_it) and matcher.accept_token(95)
+    assert taken == (said is not None)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"), [("^(a|b)+$", []), ("[^a$]", []), (r"\^a\$b", []), ("^a$b", ["$"]), ("(^a|b$)", ["^", "$"])]
+)
+def test_anchors_inside_a_pattern_are_said(pattern, found, capsys):
+    regex(pattern=pattern, draft=False)
+    warned = capsys.readouterr().err
+    assert [sign for sign in "^$" if f"{sign} inside the pattern" in warned] == found
+
+
 def test_without_the_library_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(UserError, match=r"pip install -e '.\[grammar\]'"):

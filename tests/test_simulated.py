@@ -45,12 +45,17 @@ def plain(target):
 
 def simulate(target, plain, policy, batch=1, verifier=None, **keys):
     """-> the turns; all answers must be the target's own."""
+    return answered(target, plain, policy, batch, verifier, **keys)[0]
+
+
+def answered(target, plain, policy, batch=1, verifier=None, **keys):
+    """-> the turns, the drafter"""
     drafter = Simulated(target, **{"length": 3.2, "method": "match_expected"} | keys)
     for prompt, answer in zip(PROMPTS, plain):
         drafter.foretell(prompt, answer)
     turns = decode(target, PROMPTS, drafter=drafter, policy=policy, batch=batch, budget=BUDGET, verifier=verifier)
     assert [turn.output_ids for turn in turns] == plain
-    return turns
+    return turns, drafter
 
 
 def lengths(turn):
@@ -138,6 +143,25 @@ def test_a_trace_gives_the_schedule_of_the_real_run(target, plain, tmp_path, bat
         assert [step["emitted"] for step in mine.steps] == [step["emitted"] for step in theirs.steps]
         assert [len(step["tokens"]) for step in mine.steps] == [len(step["tokens"]) for step in theirs.steps]
     assert len({step["emitted"] for turn in real for step in turn.steps}) > 1  # there was something to follow
+
+
+def test_what_no_tree_can_hold_is_said(target, plain, tmp_path):
+    chain = Chain(depth=2, temperature=0)
+    _, drafter = answered(target, plain, chain, length=3.2)
+    assert drafter.simulated.endswith("a tree of depth 2 emits 3 at most") and drafter.simulated.count("depth") == 1
+    assert "at most" not in answered(target, plain, chain, length=3.0)[1].simulated
+    assert "1 at least" in answered(target, plain, chain, length=0.5)[1].simulated
+    longer = simulate(target, plain, Chain(depth=4, temperature=0))
+    (tmp_path / "trace.jsonl").write_text("\n".join(json.dumps(turn.line()) for turn in longer))
+    assert "3 at most" in answered(target, plain, chain, method="trace", trace=str(tmp_path))[1].simulated
+
+
+def test_a_trace_of_shorter_answers_is_refused(target, plain, tmp_path):
+    turns = simulate(target, plain, Chain(depth=2, temperature=0))
+    lines = [turn.line() | {"steps": turn.line()["steps"][:3]} for turn in turns]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(UserError, match="the same max_new_tokens"):
+        simulate(target, plain, Chain(depth=2, temperature=0), method="trace", trace=str(tmp_path))
 
 
 def test_a_text_that_leaves_what_was_foretold_gets_no_drafts_that_fit(target, plain):

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from specresearch import console
+from specresearch.grammar import limits
 from specresearch.grammar.backend import Compiled, parse
 from specresearch.prompts import SIGN
 from specresearch.types import Target, UserError
@@ -34,7 +36,7 @@ def none() -> None:
 def json_schema(*, schema: str | Mapping[str, Any], whitespace: int | None, draft: bool) -> Source:
     text = json.dumps(schema) if isinstance(schema, Mapping) else _read("schema", schema, lambda x: x.startswith("{"))
     try:
-        json.loads(text)
+        wanted = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"grammar.schema={_short(schema)} is not JSON ({error.msg}): give a JSON schema") from None
     if whitespace is not None and (type(whitespace) is not int or whitespace < 0):
@@ -42,17 +44,26 @@ def json_schema(*, schema: str | Mapping[str, Any], whitespace: int | None, draf
     options: dict[str, Any] = {"any_whitespace": whitespace != 0, "max_whitespace_cnt": whitespace or None}
     if whitespace == 0:
         options["separators"] = (",", ":")
-    return Source("json_schema", text, options, draft, f"grammar.schema={_short(schema)}")
+    made = Source("json_schema", text, options, draft, f"grammar.schema={_short(schema)}")
+    _say(f"grammar.schema={_short(schema)}", limits.of_schema(wanted))
+    return made
 
 
 def regex(*, pattern: str, draft: bool) -> Source:
     pattern = _text("pattern", pattern)
-    return Source("regex", pattern, {}, draft, f"grammar.pattern={_short(pattern)}")
+    made = Source("regex", pattern, {}, draft, f"grammar.pattern={_short(pattern)}")
+    _say(f"grammar.pattern={_short(pattern)}", limits.of_pattern(pattern))
+    return made
 
 
 def ebnf(*, rules: str, draft: bool) -> Source:
     text = _read("rules", rules, lambda x: "::=" in x)
     return Source("ebnf", text, {}, draft, f"grammar.rules={_short(rules)}")
+
+
+def _say(what: str, ignored: list[str]) -> None:
+    if ignored:
+        console.note(f"{what}: xgrammar does not enforce {', '.join(ignored)}; a complete answer may break it")
 
 
 def _read(key: str, given: Any, stands: Callable[[str], bool]) -> str:
