@@ -183,6 +183,10 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool, sweep: Path | None) -> 
                 raise
         except Exception:
             tracker.finish({})
+            if measured is not None and measured.lines and sweep is None:
+                console.note(
+                    f"finished answers are kept: when it is mended, go on with  {command_line(f'resume={folder}')}"
+                )
             raise
     summary = measured.summary() | costs | {"peak_memory_bytes": peak_memory(parts.target.device), "config": config}
     if sharing:
@@ -194,8 +198,15 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool, sweep: Path | None) -> 
     if interrupted and sweep is None:
         lost = f"{measured.unfinished} answers of a broken-off block, in the trace only, will be redone; "
         left = lost if measured.unfinished else ""
-        print(f"interrupted: {left}go on with  python -m specresearch resume={folder}", file=sys.stderr)
+        print(f"interrupted: {left}go on with  {command_line(f'resume={folder}')}", file=sys.stderr)
     return summary, interrupted
+
+
+def command_line(*arguments: str) -> str:
+    """Of this program, with as many processes as it has now."""
+    group = parallel.current()
+    start = ["python"] if group is None else ["torchrun", f"--nproc-per-node={group.world}"]
+    return shlex.join([*start, "-m", "specresearch", *arguments])
 
 
 def require_sense(cfg: DictConfig, settings: Settings) -> None:
@@ -307,8 +318,7 @@ def finish_sweep(folder: Path, began: float, asked: list[str]) -> None:
     statuses.update(VIOLATION for job in found if job.verdict == "violation")
     if statuses & {INTERRUPTED, ERROR}:
         kept = [a for a in asked if not a.startswith(("resume=", "hydra.sweep."))]
-        again = shlex.join(["python", "-m", "specresearch", *kept, f"resume={folder}"])
-        print(f"go on with  {again}", file=sys.stderr)
+        print(f"go on with  {command_line(*kept, f'resume={folder}')}", file=sys.stderr)
 
 
 def report(error: Exception, command: str = "config") -> int:

@@ -174,7 +174,8 @@ def test_ctrl_c_of_a_spread_target(tmp_path):
 
     ended = run(tmp_path, "target.tp=2", "drafter=ngram", "check=false", "baseline=false", meanwhile=press)
     assert ended.statuses == [130, 0], ended.outputs
-    assert summary(tmp_path / "run")["interrupted"] and "go on with" in ended.outputs[0]
+    again = f"go on with  torchrun --nproc-per-node=2 -m specresearch resume={tmp_path / 'run'}"
+    assert summary(tmp_path / "run")["interrupted"] and again in ended.outputs[0]
 
 
 def test_heads_that_do_not_divide_are_refused_in_one_line(tmp_path):
@@ -253,6 +254,7 @@ def test_a_dead_rank_is_reported_and_the_run_goes_on_with_what_is_left(tmp_path,
     ended = run(tmp_path, *given, plant=plant)
     assert ended.statuses == [1, 7], ended.outputs
     assert "error: rank 1 of 2 has ended" in ended.outputs[0]
+    assert "finished answers are kept" in ended.outputs[0] and "torchrun" in ended.outputs[0]
     kept = {block["block"] for block in blocks(tmp_path / "run")}
     assert 1 in kept and 3 not in kept and kept < {*range(5)}
     ended = launch(tmp_path, f"resume={tmp_path / 'run'}")
