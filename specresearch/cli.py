@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specresearch import console, overrides, parallel, shards, spec_bench, sweeps
+from specresearch import commands, console, overrides, parallel, shards, spec_bench, sweeps
 from specresearch.baseline import Answers
 from specresearch.build import SAMPLING, Shared, build, make, settings_of
 from specresearch.conversations import Settings
@@ -194,7 +194,7 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool, sweep: Path | None) -> 
     if interrupted and sweep is None:
         lost = f"{measured.unfinished} answers of a broken-off block, in the trace only, will be redone; "
         left = lost if measured.unfinished else ""
-        print(f"interrupted: {left}go on with  python -m specresearch resume={folder}", file=sys.stderr)
+        print(f"interrupted: {left}go on with  {commands.go_on(folder)}", file=sys.stderr)
     return summary, interrupted
 
 
@@ -226,7 +226,7 @@ def write_report(results: Results) -> None:
     try:
         write(results)
     except Exception as error:
-        again = f"python -m specresearch.report {results.folder}"
+        again = shlex.join(["python", "-m", "specresearch.report", str(results.folder)])
         print(f"warning: report.html was not written ({type(error).__name__}: {error}); try  {again}", file=sys.stderr)
 
 

@@ -6,7 +6,6 @@ Nothing here asks a running job: whatever launcher started it, on this machine o
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
+from specresearch import commands
 from specresearch.results import read
 
 ERROR = "error.txt"  # in the folder of a job that failed: why, in one line
@@ -38,8 +38,8 @@ class SweepJob:
 
     def command(self) -> str:
         """The command line that runs this job alone."""
-        given = [f"{key}={value}" for key, value in self.overrides.items() if key.lstrip("+~") not in OWN]
-        return shlex.join(["python", "-m", "specresearch", *given])
+        given = commands.noted(self.folder)
+        return commands.line([text for text in given if text.partition("=")[0].lstrip("+~") not in OWN])
 
 
 def jobs(sweep: Path) -> list[SweepJob]:
