@@ -54,7 +54,7 @@ def make(cfg: DictConfig, group: str, **runtime: Any) -> Any:
 def foreign(node: DictConfig, group: str) -> tuple[str, list[str]] | None:
     """The option that this node is of, and those of its keys that this option does not have, if there are any."""
     for path in sorted((Path(command.CONF) / group).glob("*.yaml")):
-        own = OmegaConf.load(path)
+        own: Any = OmegaConf.load(path)
         if own.get("_target_") == node["_target_"]:
             names = [str(key) for key in node if key not in own]
             return (path.stem, names) if names else None

@@ -268,7 +268,7 @@ def conclude(
     lines = {
         "SGLang": servers.sglang(drafter, keys, chosen.tree, version),  # type: ignore[arg-type]
         "vLLM": servers.vllm(drafter, keys, chain.depth, version),  # type: ignore[arg-type]
-        "head": servers.export(drafter, keys, chosen.tree, parts.target.name, asked.given),  # type: ignore[arg-type]
+        "head": servers.export(drafter, keys, chosen.tree, getattr(parts.target, "name", ""), asked.given),  # type: ignore[arg-type]
     }
     for label, line in lines.items():
         if line:

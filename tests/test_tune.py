@@ -17,7 +17,7 @@ from specresearch.models.hf import HFModel
 from specresearch.overrides import CONF
 from specresearch.run import Run
 from specresearch.trees.dynamic import DynamicTree
-from specresearch.tuning import servers
+from specresearch.tuning import preset, servers
 from specresearch.tuning.choose import Choice, best, trees
 from specresearch.tuning.measure import depths_to_measure
 from specresearch.types import Drafter, UserError
@@ -241,21 +241,19 @@ def test_what_is_printed_runs_and_means_the_same(away, monkeypatch, capsys):
         assert ran["tree"]["depth"] == 1
 
 
-def test_presets_of_other_searches_stay(away, monkeypatch, capsys):
-    home = away / "conf/experiment"
-    for given, name in (
-        ([], ""),
-        (["drafter.max_n=3"], "-2"),
-        (["stop=[x]"], "-3"),
-        (["drafter.max_n=3"], "-2"),
-        ([], ""),
-    ):
-        assert run(monkeypatch, *TINY.split(), *given) == cli.OK
-        said = capsys.readouterr().out
-        assert f"experiment=tuned-ngram-tiny{name} " in said
-        assert ("tuned-ngram-tiny.yaml is of another search, and stays" in said) == bool(name)
-    assert sorted(path.name for path in home.iterdir()) == [f"tuned-ngram-tiny{n}.yaml" for n in ("-2", "-3", "")]
-    assert yaml.safe_load((home / "tuned-ngram-tiny-3.yaml").read_text())["stop"] == ["x"]
+def test_presets_of_other_searches_stay(away):
+    """Each search has a file of its own, which the same search writes again."""
+    chosen, choices = Choice(2, 1, 3, 1.5, 1.4, 14.0, 1.5, 1.3, 13.0), {"drafter": "ngram", "target": "tiny"}
+    choices |= {"verifier": "rejection", "grammar": "none", "kernels": "auto", "prompts": "builtin"}
+    base, asked = ["target=tiny", "drafter=ngram"], ["drafter.max_n=3", "stop=[x]", "limit=3", "objective=speedup"]
+    with initialize_config_dir(CONF, version_base="1.3"):
+        for _ in range(2):
+            for number, given in enumerate([[], *([one] for one in asked)], 1):
+                path, taken = preset.write(compose("tune", [*base, *given]), chosen, choices)
+                assert path.stem == "tuned-ngram-tiny" + (f"-{number}" if number > 1 else "")
+                assert (taken is None) == (number == 1)
+    assert len(list((away / "conf/experiment").iterdir())) == 5
+    assert yaml.safe_load((away / "conf/experiment/tuned-ngram-tiny-3.yaml").read_text())["stop"] == ["x"]
 
 
 def test_another_drafter_on_top_of_a_preset(away, monkeypatch, capsys):
