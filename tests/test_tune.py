@@ -218,6 +218,7 @@ def again(monkeypatch, capsys, said, start):
 
 def test_what_is_printed_runs_and_means_the_same(away, monkeypatch, capsys):
     """A prompt of all signs, a grammar, a folder with a blank: the command and the preset run under what was searched under."""
+    pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
     kept = [
         "repetition_penalty=1.1",
         'stop=["x y"]',
