@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -40,8 +41,24 @@ def make(cfg: DictConfig, group: str, **runtime: Any) -> Any:
         if isinstance(root, UserError | KeyboardInterrupt):
             raise root from None
         keys = ", ".join(f"{group}.{key!s}" for key in node if key != "_target_") or "it has none"
+        if strange := foreign(node, group):
+            option, names = strange
+            raise UserError(
+                f"{group}={option} has no {', '.join(names)}: leave out what sets that; if it is experiment=..., made for "
+                f"another {group}, add  {' '.join(f'~{group}.{name}' for name in names)}"
+            ) from error
         reason = f"{type(root).__name__}: {root}"
         raise UserError(f"{node._target_} cannot be made: {reason} (its keys: {keys})") from error
+
+
+def foreign(node: DictConfig, group: str) -> tuple[str, list[str]] | None:
+    """The option that this node is of, and those of its keys that this option does not have, if there are any."""
+    for path in sorted((Path(command.CONF) / group).glob("*.yaml")):
+        own: Any = OmegaConf.load(path)
+        if own.get("_target_") == node["_target_"]:
+            names = [str(key) for key in node if key not in own]
+            return (path.stem, names) if names else None
+    return None
 
 
 def settings_of(cfg: DictConfig) -> Settings:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.progress import Progress
 from rich.table import Table
 
-from specresearch import audited, cli, console, options, overrides
+from specresearch import audited, cli, commands, console, options, overrides
 from specresearch.build import build, grammar_of, make, sampler_of
 from specresearch.conversations import Settings
 from specresearch.decode import Parts
@@ -81,7 +81,7 @@ def job(cfg: DictConfig) -> None:
                 target = audit.target
                 found |= audit.execute(bar, lambda values, step: tracker.log(values, step=step))
     except KeyboardInterrupt:
-        console.note(f"interrupted: go on with  python -m specresearch.certify resume={folder}")
+        console.note(f"interrupted: go on with  {commands.go_on(folder, 'specresearch.certify')}")
         raise
     finally:
         place = tracker.finish({"lossless": {name: _short(layer) for name, layer in found.items()}})

@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specresearch import console, overrides, parallel, shards, spec_bench, sweeps
+from specresearch import commands, console, overrides, parallel, shards, spec_bench, sweeps
 from specresearch.baseline import Answers
 from specresearch.build import SAMPLING, Shared, build, make, settings_of
 from specresearch.conversations import Settings
@@ -185,7 +185,7 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool, sweep: Path | None) -> 
             tracker.finish({})
             if measured is not None and measured.lines and sweep is None:
                 console.note(
-                    f"finished answers are kept: when it is mended, go on with  {command_line(f'resume={folder}')}"
+                    f"finished answers are kept: when it is mended, go on with  {commands.go_on(folder, processes=processes())}"
                 )
             raise
     summary = measured.summary() | costs | {"peak_memory_bytes": peak_memory(parts.target.device), "config": config}
@@ -198,15 +198,14 @@ def decode(cfg: DictConfig, folder: Path, resumed: bool, sweep: Path | None) -> 
     if interrupted and sweep is None:
         lost = f"{measured.unfinished} answers of a broken-off block, in the trace only, will be redone; "
         left = lost if measured.unfinished else ""
-        print(f"interrupted: {left}go on with  {command_line(f'resume={folder}')}", file=sys.stderr)
+        print(f"interrupted: {left}go on with  {commands.go_on(folder, processes=processes())}", file=sys.stderr)
     return summary, interrupted
 
 
-def command_line(*arguments: str) -> str:
-    """Of this program, with as many processes as it has now."""
+def processes() -> int:
+    """That decode together."""
     group = parallel.current()
-    start = ["python"] if group is None else ["torchrun", f"--nproc-per-node={group.world}"]
-    return shlex.join([*start, "-m", "specresearch", *arguments])
+    return 1 if group is None else group.world
 
 
 def require_sense(cfg: DictConfig, settings: Settings) -> None:
@@ -237,7 +236,7 @@ def write_report(results: Results) -> None:
     try:
         write(results)
     except Exception as error:
-        again = f"python -m specresearch.report {results.folder}"
+        again = shlex.join(["python", "-m", "specresearch.report", str(results.folder)])
         print(f"warning: report.html was not written ({type(error).__name__}: {error}); try  {again}", file=sys.stderr)
 
 
@@ -318,7 +317,8 @@ def finish_sweep(folder: Path, began: float, asked: list[str]) -> None:
     statuses.update(VIOLATION for job in found if job.verdict == "violation")
     if statuses & {INTERRUPTED, ERROR}:
         kept = [a for a in asked if not a.startswith(("resume=", "hydra.sweep."))]
-        print(f"go on with  {command_line(*kept, f'resume={folder}')}", file=sys.stderr)
+        again = shlex.join([*commands.start("specresearch", processes()), *kept, f"resume={folder}"])
+        print(f"go on with  {again}", file=sys.stderr)
 
 
 def report(error: Exception, command: str = "config") -> int:

@@ -13,13 +13,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from specresearch import launchers
+from specresearch.commands import is_text, noted, quoted
 from specresearch.prompts import SIGN
 from specresearch.sweeps import next_number
 from specresearch.types import UserError
 
 MULTIRUN = {"-m", "--multirun"}
-TEXTS = ("prompts.text", "grammar.pattern")  # free text
-STAND = {"grammar.schema": "{", "grammar.rules": "::="}  # free text if it has this sign, else the name of a file
 # The folder of job `number` of a sweep that goes on: its number there.
 OmegaConf.register_new_resolver("specresearch.number", lambda number, first: int(number) + int(first), replace=True)
 CONF = str(Path(__file__).resolve().parent / "conf")
@@ -61,14 +60,9 @@ def _adapted(argument: str, options: dict[str, list[str]]) -> str:
     key, equals, value = argument.partition("=")
     if equals and key in options and value in ("", "null"):
         raise UserError(f"{key}={value} is no option: there are {', '.join(options[key])}")
-    if equals and (key in TEXTS or (key in STAND and STAND[key] in value)):
+    if equals and is_text(key, value):
         return f"{key}={quoted(value.replace('${', SIGN + '{'))}"
     return f"+{argument}" if equals and key.split(".")[0] == "logit_bias" else argument
-
-
-def quoted(text: str) -> str:
-    """`text` as a string of Hydra's grammar, to the letter."""
-    return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text) + "'"
 
 
 def _resumed(folder: Path, given: list[str]) -> list[str]:
@@ -77,7 +71,7 @@ def _resumed(folder: Path, given: list[str]) -> list[str]:
         raise UserError(f"resume={folder} is a sweep: add -m and the overrides of its jobs")
     if not (folder / "config.yaml").exists() or not own.exists():
         raise UserError(f"resume={folder}: no run was started there (config.yaml or .hydra/overrides.yaml is missing)")
-    config, first, hydra = (read_yaml(p) for p in (folder / "config.yaml", own, folder / ".hydra" / "hydra.yaml"))
+    config, _, hydra = (read_yaml(p) for p in (folder / "config.yaml", own, folder / ".hydra" / "hydra.yaml"))
     choices = OmegaConf.select(hydra, "hydra.runtime.choices") or {}
     if any(flag.startswith("-") for flag in given):
         raise UserError(f"resume={folder} takes no flags ({' '.join(f for f in given if f.startswith('-'))})")
@@ -86,7 +80,7 @@ def _resumed(folder: Path, given: list[str]) -> list[str]:
         before = choices[key] if key in choices else OmegaConf.select(config, key)
         if override.is_delete() or key.startswith("hydra.") or before != override.value():
             raise UserError(f"resume={folder} goes on with its own settings, and there {key}={before}: leave {key} out")
-    kept = [str(o) for o in first if not str(o).startswith("resume=")]
+    kept = [text for text in noted(folder) if not text.startswith("resume=")]
     return [*kept, f"resume={quoted(str(folder))}", f"hydra.run.dir={quoted(str(folder))}"]
 
 

@@ -6,7 +6,6 @@ Nothing here asks a running job: whatever launcher started it, on this machine o
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from specresearch import commands
 from specresearch.results import read
 from specresearch.types import UserError
 
@@ -41,8 +41,8 @@ class SweepJob:
 
     def command(self) -> str:
         """The command line that runs this job alone."""
-        given = [f"{key}={value}" for key, value in self.overrides.items() if key.lstrip("+~") not in OWN]
-        return shlex.join(["python", "-m", "specresearch", *given])
+        given = commands.noted(self.folder)
+        return commands.line([text for text in given if text.partition("=")[0].lstrip("+~") not in OWN])
 
 
 def jobs(sweep: Path) -> list[SweepJob]:

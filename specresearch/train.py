@@ -18,7 +18,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from specresearch import cli, console, overrides
+from specresearch import cli, commands, console, overrides
 from specresearch.build import engine, make
 from specresearch.decode import Decoder, Job
 from specresearch.overrides import CONF
@@ -78,7 +78,7 @@ def going_on(folder: Path, kept: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print(f"interrupted: {kept}; go on with  python -m specresearch.train resume={folder}", file=sys.stderr)
+        print(f"interrupted: {kept}; go on with  {commands.go_on(folder, 'specresearch.train')}", file=sys.stderr)
         raise
 
 
@@ -157,7 +157,7 @@ def serve(trainer: Trainer, name: str, target: Any) -> dict[str, float]:
     items = [i.dialogue for i in trainer.held_out() if i.dialogue.temperature == 0]
     if not items:
         return {}
-    where = f"{key_of(name)}={overrides.quoted(str(trainer.folder / 'head'))}"
+    where = f"{key_of(name)}={commands.quoted(str(trainer.folder / 'head'))}"
     chosen = [f"drafter={name.removesuffix('1')}", where, "tree=chain", f"tree.depth={trainer.recipe.steps}"]
     parts, rows = engine(*chosen, target=target).parts, min(4, len(items))
     capacity = max(len(d.tokens) for d in items)

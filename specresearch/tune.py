@@ -8,10 +8,9 @@ preset. Exit status: 0; 1 for an error; 130 after Ctrl-C: what is done is kept, 
 from __future__ import annotations
 
 import json
-import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +20,30 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
-from specresearch import cli, console, overrides
+from specresearch import cli, commands, console, overrides
 from specresearch.baseline import plain_of
 from specresearch.build import build, make, settings_of
 from specresearch.conversations import Settings
 from specresearch.decode import Parts
+from specresearch.fit import name_of
 from specresearch.overrides import CONF
 from specresearch.provenance import provenance
 from specresearch.run import Run
-from specresearch.tuning import measure, servers
+from specresearch.tuning import measure, preset, servers
 from specresearch.tuning.choose import CLOSE, OBJECTIVES, Choice, best, measured, predicted, trees
 from specresearch.tuning.measure import Probe
+from specresearch.tuning.preset import OWN, Asked
 from specresearch.turns import take_turns
 from specresearch.types import UserError
 from specresearch.whatif.answer import Recording
 
 SHOWN = 8  # rows of the table
-OWN = (
-    "objective",
-    "confirm",
-    "out",
-    "depth",
-    "topk",
-    "size",
-    "resume",
-)  # keys of conf/tune.yaml that a run does not have
 PLAIN = "plain"
+UNASKED = (
+    dict.fromkeys(("baseline", "check", "trace"), "sets it itself")
+    | dict.fromkeys(("tracker", "report", "log", "profile"), "has none")
+    | {"experiment": "takes no presets, but writes one"}
+)
 UNSTEADY = 1.5  # of the slowest block's pass to the fastest's
 
 
@@ -57,23 +54,25 @@ def job(cfg: DictConfig) -> None:
     folder = Path(at.runtime.output_dir)
     given = [text for text in at.overrides.task if text.partition("=")[0] not in OWN]
     try:
-        tune(overrides.frozen(cfg, folder), folder, dict(at.runtime.choices), given)
+        asked = Asked(dict(at.runtime.choices), given + commands.searched(at.overrides.hydra), list(at.searchpath))
+        tune(overrides.frozen(cfg, folder), folder, asked)
     except KeyboardInterrupt:
-        console.note(f"interrupted: go on with  python -m specresearch.tune resume={folder}")
+        console.note(f"interrupted: go on with  {commands.go_on(folder, 'specresearch.tune')}")
         raise
 
 
-def tune(cfg: DictConfig, folder: Path, choices: Mapping[str, Any], given: Sequence[str]) -> Choice:
+def tune(cfg: DictConfig, folder: Path, asked: Asked) -> Choice:
     """All stages; what an earlier try left in `folder` is used -> the chosen tree. Raises UserError."""
     check(cfg)
     config = run_config(cfg)
     parts = build(OmegaConf.create(config))
     if parts.drafter.law is not None:
         raise UserError(
-            f"drafter={choices['drafter']} cannot be asked what it would draft elsewhere, so no trees can be compared: use "
-            "ngram, eagle, medusa or small_lm"
+            f"drafter={asked.choices['drafter']} cannot be asked what it would draft elsewhere, so no trees can be compared: "
+            "use ngram, eagle, medusa or small_lm"
         )
-    questions, settings = make(cfg, "prompts")[: cfg.limit], settings_of(OmegaConf.create(config))
+    settings = settings_of(OmegaConf.create(config))
+    questions = make(cfg, "prompts")[: cfg.limit]
     found = search(parts, questions, settings, config, folder)
     top = best(found, cfg.objective, cfg.confirm)
     runs = confirmation(parts, questions, settings, top, folder)
@@ -86,7 +85,7 @@ def tune(cfg: DictConfig, folder: Path, choices: Mapping[str, Any], given: Seque
     say_verdicts(runs)
     say_unsteady(runs[PLAIN])
     chosen = best([one for one in top if one.ran_speedup], cfg.objective, 1)[0]
-    conclude(cfg, chosen, found, parts, choices, given)
+    conclude(cfg, chosen, found, parts, asked)
     console.out.print(f"[bold]written to[/]  {folder}/  tuned.json, recorded/, confirmed/")
     return chosen
 
@@ -100,6 +99,29 @@ def check(cfg: DictConfig) -> None:
         raise UserError(
             f"temperature={cfg.temperature}: which tree is fastest is told from plain decoding's answers: use temperature=0 "
             "(and compare a few by  python -m specresearch -m)"
+        )
+    check_trees(cfg)
+
+
+def check_trees(cfg: DictConfig) -> None:
+    for key in ("depth", "topk", "size"):
+        if type(cfg[key]) is not int or cfg[key] < 1:
+            raise UserError(f"{key}={cfg[key]}: use a whole number of at least 1")
+    if cfg.size < cfg.depth + 1:
+        less = f", or depth={cfg.size - 1}" if cfg.size > 1 else ""
+        raise UserError(
+            f"size={cfg.size} cannot hold depth={cfg.depth} levels and the root: use size={cfg.depth + 1} or more{less}"
+        )
+    verifier = make(cfg, "verifier")
+    if verifier.chain_only or "point" not in verifier.laws or "pruned_after_reveal" not in verifier.growths:
+        raise UserError(
+            f"verifier={name_of(verifier)} cannot verify all the trees that are searched, at temperature 0: use "
+            "verifier=rejection"
+        )
+    if cfg.drafter.get("vocab") == "text":
+        raise UserError(
+            "drafter.vocab=text drafts one chain, that cannot be asked what it would draft elsewhere, so no trees can be "
+            "compared: use drafter.vocab=intersection"
         )
 
 
@@ -224,8 +246,7 @@ def conclude(
     chosen: Choice,
     found: Sequence[Choice],
     parts: Parts,
-    choices: Mapping[str, Any],
-    given: Sequence[str],
+    asked: Asked,
 ) -> None:
     gap = chosen.gap or 0.0
     word = "within" if abs(gap) <= CLOSE else "NOT within"
@@ -236,17 +257,18 @@ def conclude(
     if chosen.ran_speedup is not None and chosen.ran_speedup < 1:
         console.out.print("no tree that ran is faster than plain decoding here: use drafter=none", style="bold yellow")
     tree = [f"tree.{key}={value}" for key, value in chosen.tree.items()]
-    console.out.print("  " + shlex.join(["python", "-m", "specresearch", *given, "tree=dynamic", *tree]), markup=False)
-    path, again = write_preset(cfg, chosen, choices)
-    console.out.print(f"[bold]preset[/]  {path}")
-    console.out.print(f"  {again}", markup=False)
-    drafter, keys = str(choices["drafter"]), OmegaConf.to_container(cfg.drafter, resolve=True)
+    console.out.print(f"  {commands.line([*asked.given, 'tree=dynamic', *tree])}", markup=False)
+    path, taken = preset.write(cfg, chosen, asked.choices)
+    console.out.print("[bold]preset[/]  ", end="")
+    console.out.print(f"{path}" + (f"   ({taken.name} is of another search, and stays)" if taken else ""), markup=False)
+    console.out.print(f"  {preset.command(path, asked.places)}", markup=False)
+    drafter, keys = str(asked.choices["drafter"]), OmegaConf.to_container(cfg.drafter, resolve=True)
     version = 1 if parts.drafter.taps == ("norm",) else 3
     chain = best([one for one in found if one.topk == 1], cfg.objective, 1)[0]
     lines = {
         "SGLang": servers.sglang(drafter, keys, chosen.tree, version),  # type: ignore[arg-type]
-        "vLLM": servers.vllm(drafter, keys, chain.depth, version) + "   (chains only: the best by prediction)",  # type: ignore[arg-type]
-        "head": servers.export(drafter, keys, chosen.tree),  # type: ignore[arg-type]
+        "vLLM": servers.vllm(drafter, keys, chain.depth, version),  # type: ignore[arg-type]
+        "head": servers.export(drafter, keys, chosen.tree, getattr(parts.target, "name", ""), asked.given),  # type: ignore[arg-type]
     }
     for label, line in lines.items():
         if line:
@@ -254,33 +276,22 @@ def conclude(
             console.out.print(line, markup=False)
 
 
-def write_preset(cfg: DictConfig, chosen: Choice, choices: Mapping[str, Any]) -> tuple[Path, str]:
-    """conf/experiment/tuned-DRAFTER-TARGET.yaml below the working directory: that is the project's own conf/ in a checkout, and
-    a folder of the user's where the package is installed, since what pip put somewhere is not for writing -> its path, and
-    the command that uses it."""
-    home = Path(cfg.out) if cfg.out else Path("conf/experiment")
-    home.mkdir(parents=True, exist_ok=True)
-    name = f"tuned-{choices['drafter']}-{choices['target']}"
-    groups = ("drafter", "verifier", "target")
-    values: Any = OmegaConf.to_container(cfg, resolve=True)
-    defaults = [{f"override /{group}": choices[group]} for group in groups] + [{"override /tree": "dynamic"}]
-    content = {"defaults": defaults, "batch_size": cfg.batch_size, "tree": chosen.tree}
-    content |= {group: {k: v for k, v in values[group].items() if k != "_target_"} for group in groups}
-    content = {key: value for key, value in content.items() if value != {}}
-    head = (
-        f"# @package _global_\n# By python -m specresearch.tune, {datetime.now():%Y-%m-%d}: predicted {chosen.speedup:.2f}x of "
-        f"plain decoding, measured {chosen.ran_speedup:.2f}x ({chosen.gap or 0:+.1%}), on this machine and its prompts.\n"
-    )
-    path = home / f"{name}.yaml"
-    path.write_text(head + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    found = home.resolve() == (Path(CONF) / "experiment").resolve()
-    where = [] if found else [f"hydra.searchpath=[file://{home.resolve().parent}]"]
-    return path, shlex.join(["python", "-m", "specresearch", f"experiment={name}", *where])
+def willing() -> None:
+    """Raises UserError for keys of a run that a search has not, with the reason."""
+    for text in sys.argv[1:]:
+        key = text.partition("=")[0].lstrip("+~").partition(".")[0]
+        if key == "tree":
+            raise UserError(
+                f"{text}: tune searches chains and dynamic trees itself, up to depth=, topk= and size=: leave it out"
+            )
+        if key in UNASKED:
+            raise UserError(f"{text}: tune {UNASKED[key]}: leave {key} out")
+    job()
 
 
 def main() -> None:
     """Entry point of `python -m specresearch.tune`."""
-    cli.run(job, "tune")
+    cli.run(willing, "tune")
 
 
 if __name__ == "__main__":

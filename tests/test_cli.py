@@ -11,9 +11,9 @@ import pytest
 from helpers import accept_all_drafts
 
 from specresearch import cli
+from specresearch.commands import quoted
 from specresearch.decode import Decoder
 from specresearch.models import tiny
-from specresearch.overrides import quoted
 
 BASE = ["target=tiny", "drafter=ngram", "tracker=none", "max_new_tokens=12"]
 KINDS = ["conversation", "translation", "summarization", "qa", "math", "rag", "code_edit"]

@@ -1,8 +1,10 @@
 """The search for the fastest tree: its prices, its predictions against runs, what it writes, and how it goes on."""
 
 import json
+import shlex
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -15,10 +17,10 @@ from specresearch.models.hf import HFModel
 from specresearch.overrides import CONF
 from specresearch.run import Run
 from specresearch.trees.dynamic import DynamicTree
-from specresearch.tuning import servers
+from specresearch.tuning import preset, servers
 from specresearch.tuning.choose import Choice, best, trees
 from specresearch.tuning.measure import depths_to_measure
-from specresearch.types import Drafter
+from specresearch.types import Drafter, UserError
 from specresearch.whatif.price import Prices, by_size, target_prices
 from specresearch.whatif.walk import Walk
 
@@ -92,7 +94,7 @@ def test_settings_of_servers():
     assert "no medusa" in servers.sglang("medusa", {}, tree)
 
     def settings(drafter, keys):
-        line = servers.vllm(drafter, keys, 4)
+        line = servers.vllm(drafter, keys, 4).partition("   (")[0]
         return json.loads(line.partition("'")[2].rpartition("'")[0])
 
     assert settings("eagle", {}) == {"method": "eagle3", "model": "OUT/vllm", "num_speculative_tokens": 4}
@@ -100,6 +102,29 @@ def test_settings_of_servers():
     assert settings("small_lm", {"id": "x"}) == {"method": "draft_model", "model": "x", "num_speculative_tokens": 4}
     found = settings("ngram", {"min_n": 2, "max_n": 4})
     assert (found["prompt_lookup_min"], found["prompt_lookup_max"]) == (2, 4)
+    mixed = {"id": "x", "vocab": "intersection", "revision": "v1"}
+    assert servers.sglang("small_lm", mixed, tree).startswith(
+        "none: SGLang needs a draft model of the target's vocabulary"
+    )
+    assert settings("small_lm", mixed)["use_heterogeneous_vocab"] is True
+    assert settings("small_lm", mixed)["revision"] == "v1"
+    same = servers.sglang("small_lm", mixed | {"vocab": "same"}, tree)
+    assert "--speculative-draft-model-revision v1" in same
+
+
+@pytest.mark.parametrize("keys", [{"layers": 1}, {"id": None}, {"id": CONF + "/../checkpoints/smollm2/small_lm"}])
+def test_no_settings_for_what_no_server_serves(keys):
+    tree = {"depth": 3, "topk": 2, "size": 8}
+    assert servers.sglang("small_lm", keys, tree).startswith("none: SGLang ")
+    assert servers.vllm("small_lm", keys, 3).startswith("none: vLLM ")
+
+
+def test_the_export_reads_the_head_as_the_search_did():
+    given = ["target=hf", "target.id=org/big", "drafter.ckpt=a b", "drafter.config={taps: [1]}", "limit=2"]
+    line = servers.export("eagle", {"ckpt": "a b"}, {"depth": 2, "topk": 1, "size": 3}, "org/big", given)
+    words = "ckpt='a b'|out=OUT|config={taps: [1]}|target=hf|target.id=org/big|tree.depth=2|tree.topk=1|tree.size=3"
+    assert shlex.split(line)[3:] == words.split("|")
+    assert "checkpoints/smollm2/medusa" in servers.export("medusa", {"ckpt": "auto"}, {}, "smollm2")
 
 
 @pytest.mark.parametrize(
@@ -110,13 +135,21 @@ def test_settings_of_servers():
         (["confirm=0"], "confirm=0"),
         (["drafter=simulated"], "drafter=simulated cannot be asked"),
         (["drafter=none"], "drafter=none cannot be asked"),
-        (["tree.depth=3"], "there is no key tree.depth|tree"),
+        (["tree.depth=3"], "tune searches chains and dynamic trees itself"),
+        (["tree=chain"], "tune searches chains and dynamic trees itself"),
+        (["baseline=false"], "sets it itself"),
+        (["size=1"], "error: size=1 cannot hold depth=5 levels and the root: use size=6 or more"),
+        (["depth=0"], "error: depth=0: use a whole number"),
+        (["topk=auto"], "error: topk=auto: use a whole number"),
+        (["verifier=block"], "verifier=block cannot verify all the trees"),
+        (["drafter=small_lm", "drafter.id=any", "drafter.vocab=text"], "error: drafter.vocab=text drafts one chain"),
     ],
 )
 def test_mistakes_are_said_in_one_line(away, monkeypatch, capsys, given, says):
     assert run(monkeypatch, "target=tiny", *given) == cli.ERROR
     (line,) = (text for text in capsys.readouterr().err.splitlines() if text.startswith("error:"))
-    assert any(part in line for part in says.split("|"))
+    assert says in line
+    assert "tree.size" not in line
 
 
 def test_from_recording_to_preset_and_on_after_ctrl_c(away, monkeypatch, capsys):
@@ -154,7 +187,8 @@ def test_from_recording_to_preset_and_on_after_ctrl_c(away, monkeypatch, capsys)
     assert f"chosen  {top['name']}" in said
     assert "of the prediction" in said
     assert f"{top['gap']:+.1%}" in said
-    assert "STANDALONE" in said
+    assert "none: SGLang does not draft with the target's own first layers" in said
+    assert "A_DRAFT_MODEL" not in said
     preset = yaml.safe_load((away / "conf/experiment/tuned-small_lm-tiny.yaml").read_text())
     assert preset["tree"] == {key: top[key] for key in ("depth", "topk", "size")}
     assert f"experiment=tuned-small_lm-tiny 'hydra.searchpath=[file://{away}/conf]'" in said
@@ -165,6 +199,73 @@ def test_from_recording_to_preset_and_on_after_ctrl_c(away, monkeypatch, capsys)
     parts = build(cfg)
     assert (parts.policy.depth, parts.policy.width, parts.policy.size) == (top["depth"], top["topk"], top["size"])
     assert cfg.drafter.layers == 1
+
+
+HARD = """it's {a}, "b" ${x} [c] \\"""
+TINY = "target=tiny drafter=ngram drafter.min_n=1 limit=1 max_new_tokens=6 depth=1 topk=1 size=2 confirm=1"
+
+
+def again(monkeypatch, capsys, said, start):
+    """Run the one printed command that starts so, as a shell reads it -> the configuration that it ran with."""
+    (line,) = (text.strip() for text in said.splitlines() if text.strip().startswith(f"python -m specresearch {start}"))
+    given = shlex.split(line)[3:]
+    monkeypatch.setattr(sys, "argv", ["specresearch", *given, "tracker=none", "limit=1", "hydra.run.dir=again"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == cli.OK, capsys.readouterr().err
+    return yaml.safe_load(Path("again/config.yaml").read_text())
+
+
+def test_what_is_printed_runs_and_means_the_same(away, monkeypatch, capsys):
+    """A prompt of all signs, a grammar, a folder with a blank: the command and the preset run under what was searched under."""
+    pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
+    kept = [
+        "repetition_penalty=1.1",
+        'stop=["x y"]',
+        "grammar=regex",
+        "grammar.pattern=[a-z ,]{1,9}'?",
+        "logit_bias={11:-5}",
+    ]
+    given = [*TINY.split(), "prompts=text", f"prompts.text={HARD}", *kept, "out=my, folder", "hydra.run.dir=found"]
+    given[given.index("out=my, folder")] = "out='my, folder'"
+    assert run(monkeypatch, *given) == cli.OK
+    said = capsys.readouterr().out
+    found = json.loads((away / "found/tuned.json").read_text())["confirmed"]
+    assert all(one["ran_length"] == pytest.approx(one["length"]) for one in found)  # under the grammar, too
+    first = yaml.safe_load((away / "found/config.yaml").read_text())
+    assert first["prompts"]["text"].replace("\ue000", "$") == HARD
+    alike = ("prompts", "grammar", "stop", "repetition_penalty", "logit_bias", "drafter", "max_new_tokens", "target")
+    for start in ("target=tiny", "experiment=tuned-ngram-tiny"):
+        ran = again(monkeypatch, capsys, said, start)
+        of = alike if start[0] == "t" else alike[1:]  # what is asked is no part of a preset
+        assert {key: ran[key] for key in of} == {key: first[key] for key in of}
+        assert ran["tree"]["depth"] == 1
+
+
+def test_presets_of_other_searches_stay(away):
+    """Each search has a file of its own, which the same search writes again."""
+    chosen, choices = Choice(2, 1, 3, 1.5, 1.4, 14.0, 1.5, 1.3, 13.0), {"drafter": "ngram", "target": "tiny"}
+    choices |= {"verifier": "rejection", "grammar": "none", "kernels": "auto", "prompts": "builtin"}
+    base, asked = ["target=tiny", "drafter=ngram"], ["drafter.max_n=3", "stop=[x]", "limit=3", "objective=speedup"]
+    with initialize_config_dir(CONF, version_base="1.3"):
+        for _ in range(2):
+            for number, given in enumerate([[], *([one] for one in asked)], 1):
+                path, taken = preset.write(compose("tune", [*base, *given]), chosen, choices)
+                assert path.stem == "tuned-ngram-tiny" + (f"-{number}" if number > 1 else "")
+                assert (taken is None) == (number == 1)
+    assert len(list((away / "conf/experiment").iterdir())) == 5
+    assert yaml.safe_load((away / "conf/experiment/tuned-ngram-tiny-3.yaml").read_text())["stop"] == ["x"]
+
+
+def test_another_drafter_on_top_of_a_preset(away, monkeypatch, capsys):
+    """What the search left at its default asks nothing of the other; for the rest, the error says what to write."""
+    assert run(monkeypatch, *TINY.split()) == cli.OK
+    place = f"hydra.searchpath=[file://{away}/conf]"
+    with initialize_config_dir(CONF, version_base="1.3"):
+        given = ["experiment=tuned-ngram-tiny", place, "drafter=small_lm", "drafter.layers=1", "tracker=none"]
+        with pytest.raises(UserError, match=r"drafter=small_lm has no min_n: .* add  ~drafter\.min_n$"):
+            build(compose("config", given))
+        assert build(compose("config", [*given, "~drafter.min_n"])).drafter.model is not None
 
 
 @pytest.mark.slow

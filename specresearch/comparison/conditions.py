@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from specresearch import commands
 from specresearch.comparison.units import Id
 from specresearch.overrides import CONF
 from specresearch.results import Results
@@ -54,7 +55,7 @@ def questions(runs: Sequence[Results], allow: Collection[str]) -> list[Id]:
 
 
 def resume(run: Results) -> str:
-    return f"go on with  python -m specresearch resume={run.folder}"
+    return f"go on with  {commands.go_on(run.folder)}"
 
 
 def _refuse(one: Results, other: Results, allow: Collection[str]) -> None:

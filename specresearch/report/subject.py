@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from specresearch import commands
 from specresearch.comparison.bootstrap import Bootstrap, Estimate
 from specresearch.comparison.units import speedup, timings
 from specresearch.console import number
@@ -115,6 +115,5 @@ def command(results: Results) -> str:
     """The command line that makes this run again; a sweep's job is named by its own overrides."""
     own = results.folder / ".hydra" / "overrides.yaml"
     argv = [str(word) for word in (results.summary.get("provenance") or {}).get("argv", ["specresearch"])]
-    given = yaml.safe_load(own.read_text(encoding="utf-8")) if own.exists() else argv[1:]
-    kept = [str(word) for word in given or [] if not str(word).startswith(("resume=", "hydra."))]
-    return shlex.join(["python", "-m", "specresearch", *kept])
+    given = commands.noted(results.folder) if own.exists() else [a for a in argv[1:] if not a.startswith("hydra.")]
+    return commands.line([word for word in given if not word.startswith("resume=")])

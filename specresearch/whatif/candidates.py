@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from specresearch import overrides
+from specresearch import commands, overrides
 from specresearch.build import make
 from specresearch.types import TreePolicy, UserError
 from specresearch.whatif.answer import Recording
@@ -76,11 +75,16 @@ def fitting(own: Recording, changes: Sequence[Tree]) -> Iterator[tuple[Tree, Tre
 
 
 def as_text(tree: Tree) -> str:
+    return " ".join(words(tree))
+
+
+def words(tree: Tree) -> list[str]:
+    """["tree.depth=2", ...], without what is null."""
     values = {key.removeprefix("tree."): value for key, value in tree.items() if value is not None}
     names = {
         key: "tree" if key == "tree" else f"tree.{key}" for key in values if key not in ("_target_", "temperature")
     }
-    return " ".join(f"{name}={plain(values[key])}" for key, name in names.items())
+    return [f"{name}={plain(values[key])}" for key, name in names.items()]
 
 
 def plain(value: Any) -> str:
@@ -89,8 +93,8 @@ def plain(value: Any) -> str:
 
 def command(own: Recording, change: Tree) -> str:
     """The run's own overrides with another tree."""
-    path = own.run.folder / ".hydra" / "overrides.yaml"
-    given = [str(o) for o in overrides.read_yaml(path)] if path.exists() else []
-    dropped = ("trace.", "resume=", "hydra.", *(["tree=", "tree."] if "tree" in change else []))
-    kept = [o for o in given if not o.startswith(dropped) and o.partition("=")[0] not in change]
-    return " ".join(["python -m specresearch", *map(shlex.quote, kept), as_text(change)])
+    dropped = ("trace.", "resume=", *(["tree=", "tree."] if "tree" in change else []))
+    kept = [
+        o for o in commands.noted(own.run.folder) if not o.startswith(dropped) and o.partition("=")[0] not in change
+    ]
+    return commands.line([*kept, *words(change)])
