@@ -57,6 +57,8 @@ class Simulated(Drafter):
         self.vocab_size, self.device = target.vocab_size, target.device
         self.length, self.method, self.rates = float(length), method, rates
         self.recorded = _lengths_of(Path(trace)) if trace is not None else {}
+        recorded = max((n for own in self.recorded.values() for n in own.lengths), default=1)
+        self.wanted = {"match_expected": self.length, "trace": recorded}.get(method, 1)  # most tokens of a step
         self.answers: dict[tuple[int, ...], Sequence[int]] = {}
         rank = torch.arange(self.vocab_size, device=self.device).float()
         self.decoys = torch.where(rank == 0, math.log(FIRST), math.log(1 - FIRST) - rank * math.log(2))
@@ -125,10 +127,8 @@ class Simulated(Drafter):
 
     def _say_what_fits(self, policy: TreePolicy) -> None:
         """In what the results are marked with: lengths that no tree of this policy can hold are cut."""
-        longest = max((max(own.lengths, default=1) for own in self.recorded.values()), default=1)
-        wanted = {"match_expected": self.length, "trace": longest}.get(self.method, 1)
         said = f"; a tree of depth {policy.depth} emits {policy.depth + 1} at most"
-        if wanted > policy.depth + 1 and self.simulated is not None and said not in self.simulated:
+        if self.wanted > policy.depth + 1 and self.simulated is not None and said not in self.simulated:
             self.simulated += said
 
     def _ahead(self, step: Step, count: int) -> Tensor:

@@ -60,8 +60,8 @@ def go_on(folder: Path, module: str = "specresearch", processes: int = 1) -> str
 
 def noted(folder: Path) -> list[str]:
     """The overrides of the run in `folder`. Of Hydra's own, noted in another file, those alone that the others need."""
-    own = _yaml(folder / ".hydra" / "overrides.yaml") or []
-    hydra = (((_yaml(folder / ".hydra" / "hydra.yaml") or {}).get("hydra") or {}).get("overrides") or {}).get("hydra")
+    own = loaded(folder / ".hydra" / "overrides.yaml") or []
+    hydra = (((loaded(folder / ".hydra" / "hydra.yaml") or {}).get("hydra") or {}).get("overrides") or {}).get("hydra")
     return [str(one) for one in own if not str(one).lstrip("+~").startswith("hydra")] + searched(hydra or [])
 
 
@@ -70,7 +70,8 @@ def searched(hydra: Sequence[Any]) -> list[str]:
     return [str(one) for one in hydra if str(one).lstrip("+").startswith(SEARCH)]
 
 
-def _yaml(path: Path) -> Any:
+def loaded(path: Path) -> Any:
+    """A YAML file's content; None where it cannot be read."""
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

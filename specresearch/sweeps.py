@@ -52,7 +52,7 @@ def jobs(sweep: Path) -> list[SweepJob]:
 
 
 def _job(folder: Path) -> SweepJob:
-    given = [str(text).partition("=") for text in _yaml(folder / ".hydra" / "overrides.yaml") or []]
+    given = [str(text).partition("=") for text in commands.loaded(folder / ".hydra" / "overrides.yaml") or []]
     overrides = {key: value for key, _, value in given if not key.lstrip("+~").startswith("hydra")}
     failed, config = folder / ERROR, folder / "config.yaml"
     if failed.exists():
@@ -90,7 +90,7 @@ def _config(folder: Path) -> dict[str, Any]:
     """Resolved; by Hydra's own file where the job was broken off before it had written one."""
     own = folder / ".hydra" / "config.yaml"
     if (folder / "config.yaml").exists() or not own.exists():
-        return _yaml(folder / "config.yaml") or {}
+        return commands.loaded(folder / "config.yaml") or {}
     try:
         config: Any = OmegaConf.to_container(OmegaConf.load(own), resolve=True)
     except (OSError, ValueError, OmegaConfBaseException, yaml.YAMLError):
@@ -102,13 +102,6 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
     """As it is when read back from a file."""
     kept = {key: value for key, value in config.items() if key != "resume"}
     return yaml.safe_load(yaml.safe_dump(kept))
-
-
-def _yaml(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
 
 
 def discard(folder: Path) -> None:

@@ -46,11 +46,8 @@ def write(cfg: DictConfig, chosen: Choice, choices: Mapping[str, Any]) -> tuple[
     user's where the package is installed, since what pip put somewhere is not for writing."""
     home = Path(cfg.out or "conf") / "experiment"
     home.mkdir(parents=True, exist_ok=True)
-    name, keys, search = (
-        f"tuned-{choices['drafter']}-{choices['target']}",
-        conditions(cfg, choices),
-        SEARCH + made_by(cfg, choices),
-    )
+    name, keys = f"tuned-{choices['drafter']}-{choices['target']}", conditions(cfg, choices)
+    search = SEARCH + made_by(cfg, choices)
     head = (
         f"# @package _global_\n# By python -m specresearch.tune, {datetime.now():%Y-%m-%d}: predicted {chosen.speedup:.2f}x of "
         f"plain decoding, measured {chosen.ran_speedup:.2f}x ({chosen.gap or 0:+.1%}), on this machine and its prompts.\n"
