@@ -52,7 +52,7 @@ def tree_attention(
     if dense is None:
         assert words is not None
         dense = additive(unpack(words, 32 * words.shape[-1]), length, key.shape[2], query.dtype)
-    return on_torch(query, key, value, dense, scale, fold=query.shape[2] == 1 or query.is_cuda)
+    return on_torch(query, key, value, dense, scale, folds(query))
 
 
 def seen_slots(mask: Tensor, length: Tensor, slots: int) -> Tensor:
@@ -69,9 +69,13 @@ def additive(mask: Tensor, length: Tensor, slots: int, dtype: torch.dtype, block
     return torch.zeros(seen.shape, dtype=dtype, device=mask.device).masked_fill_(~seen, blocked)[:, None]
 
 
+def folds(query: Tensor) -> bool:
+    """Whether the heads that share K and V are better made rows of one head: on a GPU torch would materialise the scores
+    otherwise, on a CPU a single bfloat16 query is ten times faster so, and a single float32 one slower by a third."""
+    return query.is_cuda or (query.shape[2] == 1 and query.dtype != torch.float32)
+
+
 def on_torch(query: Tensor, key: Tensor, value: Tensor, dense: Tensor, scale: float, fold: bool) -> Tensor:
-    """`fold` makes the heads that share K and V rows of one head: on a GPU torch would materialise the scores otherwise,
-    on a CPU a single bfloat16 query is ten times faster so; more than one are not, as the mask grows."""
     batch, heads, nodes, _ = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads

@@ -8,7 +8,7 @@ from specresearch.kernels.backend import jit, on_triton, power_of_2, tl, triton
 
 
 def move(buffer: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy slots inside `buffer` [L, slots, heads, width] (contiguous, else ValueError), in place.
+    """Copy slots inside `buffer` [L, slots, ...] (contiguous, else ValueError), in place.
 
     `source` and `target` [B, D+1] are flat physical slots, so that a table of pages needs no other kernel. All reads of a
     row happen before its writes, and rows do not read what others write; a pair with source == target is a no-op; targets

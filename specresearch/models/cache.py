@@ -1,7 +1,8 @@
-"""The slot cache: K and V of every layer in one preallocated tensor, written and moved by flat physical slot."""
+"""The slot cache: K and V of every layer in two preallocated tensors, written and moved by flat physical slot."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,8 +56,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 class SlotCache(Cache):  # type: ignore[misc]
     """Row b owns the slots b*S .. b*S+S-1. Who is where is the caller's business: `aim` says it for the next pass.
 
-    Layers that live on one device share one buffer [layers, batch * S, heads, key_width + value_width], so that a commit
-    is one gather and one scatter.
+    Layers that live on one device share one buffer [layers, heads, batch * S, width] for K and one for V, so that a commit
+    is a gather and a scatter of each, and a head's attention reads K and V front to back.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], batch: int, slots: int):
@@ -65,16 +66,14 @@ class SlotCache(Cache):  # type: ignore[misc]
         if len({(s.heads, s.key_width, s.value_width, s.dtype) for s in shapes}) != 1:
             raise UserError("this model's layers cache K and V of different shapes, which the slot cache cannot hold")
         first, devices = shapes[0], list(dict.fromkeys(s.device for s in shapes))
-        self.key_width = first.key_width
-        width = first.key_width + first.value_width
         on = {d: [i for i, s in enumerate(shapes) if s.device == d] for d in devices}
+        self.buffers = dict[torch.device, tuple[Tensor, Tensor]]()
         for device, layers in on.items():
-            need = len(layers) * batch * slots * first.heads * width * first.dtype.itemsize
+            sizes = [(len(layers), first.heads, batch * slots, w) for w in (first.key_width, first.value_width)]
+            need = sum(math.prod(size) for size in sizes) * first.dtype.itemsize
             require_memory(need, device, f"the cache of {batch} rows x {slots} slots")
-        self.buffers = {
-            d: torch.zeros(len(i), batch * slots, first.heads, width, dtype=first.dtype, device=d)
-            for d, i in on.items()
-        }
+            key, value = (torch.zeros(size, dtype=first.dtype, device=device) for size in sizes)
+            self.buffers[device] = key, value
         self.place = {layer: (d, n) for d, layers in on.items() for n, layer in enumerate(layers)}
         self.visible = 0
 
@@ -89,30 +88,36 @@ class SlotCache(Cache):  # type: ignore[misc]
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """K, V [R, heads, q, width] of the new tokens -> all K, V of the rows [R, heads, visible, width], as views."""
         device, index = self.place[layer]
-        buffer = self.buffers[device][index]
-        packed = torch.cat([key, value], -1).transpose(1, 2).flatten(0, 1)
-        buffer.index_copy_(0, self.where.to(device), packed)
-        seen = buffer.view(self.batch, self.slots, *buffer.shape[1:])[:, : self.visible]
-        if self.rows is not None:
-            seen = seen[self.rows[0], None] if len(self.rows) == 1 else seen[list(self.rows)]
-        seen = seen.transpose(1, 2)
-        return seen[..., : self.key_width], seen[..., self.key_width :]
+        keys, values = (self._write(x[index], new) for x, new in zip(self.buffers[device], (key, value)))
+        return keys, values
 
-    def targets(self) -> tuple[Tensor, Tensor | None, list[tuple[Tensor, Tensor]]]:
+    def _write(self, buffer: Tensor, new: Tensor) -> Tensor:
+        buffer.index_copy_(1, self.where.to(buffer.device), new.transpose(0, 1).flatten(1, 2))
+        seen = self._by_row(buffer)
+        if self.rows is None:
+            return seen
+        return seen[self.rows[0], None] if len(self.rows) == 1 else seen[list(self.rows)]
+
+    def _by_row(self, buffer: Tensor) -> Tensor:
+        """[..., heads, B * S, width] -> the visible slots of each row [..., B, heads, visible, width]"""
+        return buffer.unflatten(-2, (self.batch, self.slots)).transpose(-4, -3)[..., : self.visible, :]
+
+    def targets(self) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor, Tensor]]:
         """For those who write themselves, all layers being on one device: the slots aimed at; the rows aimed at, unless the
-        views show them alone; each layer's slots [B * S, heads, width] and its rows' visible ones [B, S, heads, width]."""
-        (buffer,) = self.buffers.values()
-        rows = buffer.view(len(self.shapes), self.batch, self.slots, *buffer.shape[2:])[:, :, : self.visible]
-        wanted = None
+        views show them alone; of all layers, the slots for K and for V [layers, heads, B * S, width], and the rows' visible
+        ones, too [layers, B, heads, visible, width]."""
+        ((keys, values),) = self.buffers.values()
+        seen_keys, seen_values, wanted = self._by_row(keys), self._by_row(values), None
         if self.rows is not None and len(self.rows) == 1:
-            rows = rows[:, self.rows[0], None]
+            seen_keys, seen_values = seen_keys[:, self.rows[0], None], seen_values[:, self.rows[0], None]
         elif self.rows is not None:
-            wanted = torch.tensor(self.rows, device=buffer.device)
-        return self.where, wanted, list(zip(buffer.unbind(0), rows.unbind(0)))
+            wanted = torch.tensor(self.rows, device=keys.device)
+        return self.where, wanted, (keys, values, seen_keys, seen_values)
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        for device, buffer in self.buffers.items():
-            move(buffer, source.to(device), target.to(device))
+        for device, buffers in self.buffers.items():
+            for buffer in buffers:
+                move(buffer.flatten(0, 1), source.to(device), target.to(device))
 
 
 def require_memory(need: int, device: torch.device, what: str) -> None:

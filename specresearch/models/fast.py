@@ -1,5 +1,5 @@
 """The forward of Llama-like models in few operators. What a pass of a few rows costs on a CPU beyond reading the weights is
-mostly calls: from Python, each takes longer than what it computes. So a block is one TorchScript function there.
+mostly calls: from Python, each takes longer than what it computes. So the blocks are one TorchScript function there.
 
 Without this file the adapter goes through transformers' own forward, which stays the reference of every check.
 """
@@ -7,14 +7,14 @@ Without this file the adapter goes through transformers' own forward, which stay
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specresearch.kernels.attention import on_torch, tree_attention
+from specresearch.kernels.attention import folds, on_torch, tree_attention
 from specresearch.models.cache import SlotCache
 from specresearch.models.eagle import EagleHead
 from specresearch.models.linear import product, states
@@ -43,7 +43,8 @@ class FastForward:
         self.sizes = first.q_proj.out_features // width, first.k_proj.out_features // width, width
         self.eps = float(base.norm.variance_epsilon)
         self.seen = list[Any]()
-        self.blocks, self.scripts = list[Block](), list[Any]()
+        self.stack: Any = None
+        self.script: Any = None
 
     @staticmethod
     def serves(model: Any) -> bool:
@@ -64,13 +65,11 @@ class FastForward:
         cos, sin = self.rotary(x, positions)
         half = self.sizes[2] // 2
         turn = turned(cos[..., :half], sin[..., :half])
-        kept: dict[Tap, Tensor] = {0: x}
-        where, rows, layers = cache.targets()
-        blocks = self.scripts if view.dense is not None else self.blocks
-        for number, (block, (flat, seen)) in enumerate(zip(blocks, layers)):
-            x = block(x, x, *turn, flat, where, seen, rows, view.words, view.length, view.dense)
-            kept[number + 1] = x
-        kept["norm"] = norm(x, self.final.weight, self.final.variance_epsilon)
+        where, rows, slots = cache.targets()
+        stack = self.script if view.dense is not None else self.stack
+        streams = stack(x, *turn, where, *slots, rows, view.words, view.length, view.dense)
+        kept: dict[Tap, Tensor] = dict(enumerate(streams))
+        kept["norm"] = norm(streams[-1], self.final.weight, self.final.variance_epsilon)
         features = torch.cat([kept[tap] for tap in taps], -1) if taps else None
         asked = (
             kept["norm"] if keep is None else kept["norm"][torch.arange(len(keep), device=keep.device), keep][:, None]
@@ -82,8 +81,8 @@ class FastForward:
         now = [each for part in (self.theirs, self.embed, self.final, self.head) for each in states(part)]
         if now != self.seen:
             self.seen = now
-            self.blocks = [Block.of(b, *self.sizes, b.self_attn.scaling, self.eps) for b in self.theirs]
-            self.scripts = [scripted(block) for block in self.blocks]
+            self.stack = Stack(Block.of(b, *self.sizes, b.self_attn.scaling, self.eps) for b in self.theirs)
+            self.script = scripted(self.stack)
 
 
 class FastEagle:
@@ -107,8 +106,8 @@ class FastEagle:
         angles = positions[..., None] * layer.self_attn.frequencies.to(state.device)
         turn = turned(angles.cos().to(state.dtype), angles.sin().to(state.dtype))
         dense = torch.zeros(mask.shape, dtype=state.dtype, device=state.device).masked_fill_(~mask, -torch.inf)
-        where, rows, ((flat, seen),) = cache.targets()
-        state = self.block(inputs, state, *turn, flat, where, seen, rows, None, positions, dense[:, None])
+        where, rows, slots = cache.targets()
+        state = self.block(inputs, state, *turn, where, *(x[0] for x in slots), rows, None, positions, dense[:, None])
         return head.norm(state) if c.norm_output else state
 
     def _follow(self) -> None:
@@ -164,17 +163,19 @@ class Block(nn.Module):
         residual: Tensor,
         cos: Tensor,
         sin: Tensor,
-        flat: Tensor,
         where: Tensor,
-        seen: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        seen_keys: Tensor,
+        seen_values: Tensor,
         rows: Tensor | None,
         words: Tensor | None,
         length: Tensor,
         dense: Tensor | None,
     ) -> Tensor:
-        """What is read [R, q, in] and the stream [R, q, H] -> the stream [R, q, H]. `flat` [slots, heads, 2 width] takes K
-        and V at slots `where` [R * q]; `seen` [B, S, heads, 2 width] is what the rows then show, or those of them that
-        `rows` [R] names."""
+        """What is read [R, q, in] and the stream [R, q, H] -> the stream [R, q, H]. `keys` and `values` [heads, slots, width]
+        take K and V at slots `where` [R * q]; `seen_keys` and `seen_values` [B, heads, S, width] are what the rows then
+        show, or those of them that `rows` [R] names."""
         before, query_norm, key_norm = self.before, self.query_norm, self.key_norm
         mixed = self.qkv(x if before is None else self._norm(x, before)).unflatten(-1, [-1, self.width])
         both = self.heads + self.shared
@@ -186,21 +187,53 @@ class Block(nn.Module):
             )
             pair = torch.cat(normed, 2)
         pair = pair * cos + pair.roll(self.width // 2, -1) * sin  # rounds as transformers' own
-        packed = torch.cat([pair[:, :, self.heads :], mixed[:, :, both:]], -1)
-        flat.index_copy_(0, where, packed.flatten(0, 1))
-        seen = (seen if rows is None else seen.index_select(0, rows)).transpose(1, 2)
-        query, key, value = pair[:, :, : self.heads].transpose(1, 2), seen[..., : self.width], seen[..., self.width :]
+        keys.index_copy_(1, where, pair[:, :, self.heads :].flatten(0, 1).transpose(0, 1))
+        values.index_copy_(1, where, mixed[:, :, both:].flatten(0, 1).transpose(0, 1))
+        if rows is not None:
+            seen_keys, seen_values = seen_keys.index_select(0, rows), seen_values.index_select(0, rows)
+        query = pair[:, :, : self.heads].transpose(1, 2)
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             assert dense is not None
-            attended = on_torch(query, key, value, dense, self.scale, query.shape[2] == 1)
+            attended = on_torch(query, seen_keys, seen_values, dense, self.scale, folds(query))
         else:
-            attended = tree_attention(query, key, value, words, length, self.scale, dense)
+            attended = tree_attention(query, seen_keys, seen_values, words, length, self.scale, dense)
         x = residual + self.out(attended.flatten(2))
         gate, up = self.gate_up(self._norm(x, self.between)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return norm(x, weight, self.eps) if self.raised else torch.rms_norm(x, [x.shape[-1]], weight, self.eps)
+
+
+class Stack(nn.Module):
+    """The blocks, one after the other."""
+
+    def __init__(self, blocks: Iterable[Block]):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        where: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        seen_keys: Tensor,
+        seen_values: Tensor,
+        rows: Tensor | None,
+        words: Tensor | None,
+        length: Tensor,
+        dense: Tensor | None,
+    ) -> list[Tensor]:
+        """As a block, K and V being those of all layers -> the stream before the first block and after each of them."""
+        streams = [x]
+        for i, block in enumerate(self.blocks):
+            own = keys[i], values[i], seen_keys[i], seen_values[i]
+            x = block(x, x, cos, sin, where, *own, rows, words, length, dense)
+            streams.append(x)
+        return streams
 
 
 def turned(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -68,9 +68,9 @@ class Graphs:
         if not self._serves(tokens, cache, view, keep):
             return self.forward(tokens, positions, cache, view, keep, taps)
         self.forward.follow()
-        if self.made_for[0]() is not cache or self.made_for[1] is not self.forward.blocks:
+        if self.made_for[0]() is not cache or self.made_for[1] is not self.forward.stack:
             self.known.clear()
-            self.made_for = weakref.ref(cache), self.forward.blocks
+            self.made_for = weakref.ref(cache), self.forward.stack
         assert view.words is not None
         inputs = tokens, positions, cache.where, view.words, view.length
         key = tuple(tokens.shape), tuple(view.words.shape), tuple(taps)
