@@ -25,8 +25,9 @@ where they call the model, else by their own log.
 
 **The floor.** A pass must read the weights once: the bytes as the row holds them (ours half precision, the others' float32 or
 bfloat16), over the read bandwidth, which is measured in the same run, before each prompt: a sum over 256 MB of float32 on the
-run's own threads, the best of five; the median over prompts. "Time / floor" is a row's seconds a token in such passes:
-plain decoding cannot get below 1, drafting can.
+run's own threads, the best of five; the median over prompts. "Time / floor" is a row's seconds a token in such passes, prompt
+included: plain decoding cannot get below 1, drafting can. The goal for plain decoding leaves the prompt out, on both sides of
+the quotient, and lays the step beside what it must read: the weights, and K and V of the context so far.
 
 **Peak memory** (`memory=true`) is that of a process of the row's own while it answers the longest prompt, everything in it
 counted; what loading takes is forgotten before, where the system can. **Equal to plain** compares token by token with our plain
@@ -50,6 +51,7 @@ from typing import Any
 import torch
 from peer.aside import batches, differences, pass_times, weights, where
 from peer.engines import ENGINES
+from peer.machine import cache_bytes
 from peer.plain_models import Models, configuration, own
 from peer.race import Prompt, Racer, take_turns
 from peer.standing import Standing, tables
@@ -170,6 +172,7 @@ def record(plan: Plan, models: Models, prompts: Sequence[Prompt]) -> None:
     take_turns(racers, prompts, plan.repeats, plan.budget, plan.folder / "lines.jsonl")
     about["faults"] = about.get("faults", {}) | {name: racer.fault for name, racer in racers.items()}
     about |= {"where": where(models), "weights": weights(models), "prompts": len(prompts)}
+    about["token_bytes"] = cache_bytes(models.target)
     about["apart"] = differences(models, plan.folder, prompts)
     if "passes" not in about:
         about["passes"] = pass_times(models)

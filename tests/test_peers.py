@@ -242,10 +242,12 @@ def standing(bench, **seconds):
         for i in range(7):
             kind = "rag" if i % 2 else "qa"
             time = {"prefill": 0.0, "target": 0.8 * each * 10, "draft": 0.1 * each * 10, "verify": 0.1 * each * 10}
-            place = {"row": row, "id": i, "kind": kind, "repeat": 0, "tokens": 10, "passes": 7, "output_ids": [i] * 10}
+            place = {"row": row, "id": i, "kind": kind, "repeat": 0, "tokens": 10, "passes": 7}
+            place |= {"output_ids": [i] * 10, "prompt_tokens": 5 * i}
             lines.append(place | {"seconds": each * 10 * (1 + i), "time": {k: v * (1 + i) for k, v in time.items()}})
     about = {
         "weights": {"ours": 5e7, "float32": 1e8},
+        "token_bytes": 1e6,
         "settings": {},
         "max_new_tokens": 10,
         "overrides": [],
@@ -264,6 +266,11 @@ def test_figures(bench):
     assert s.floor("hf") == pytest.approx(0.2 * 4 / 0.1)  # (1 + .. + 7) / 7 = 4 times its first token's time
     assert s.floor("plain") == pytest.approx(0.1 * 4 / 0.05)
     assert s.median("plain") == pytest.approx(1 / 0.1 / 4)
+    for x in s.lines:
+        if x["row"] == "plain":
+            x["seconds"], x["time"]["prefill"] = x["seconds"] + 3, 3.0  # a prompt's time does not count
+    read = sum(6 * (5e7 + 1e6 * (5 * i + 5)) for i in range(7))
+    assert s.step_over_floor("plain") == pytest.approx(28 * 1e9 / read)
     assert bench.standing.outside(s, "eagle") == pytest.approx(0.1)
     cells = bench.standing.cells(s, "plain")
     assert cells[5] == "3 MiB" and cells[6] == "7 of 7" and cells[2].startswith("2.00 [")

@@ -81,6 +81,14 @@ class Standing:
         least = self.about["weights"][self.held[row]] / self.bandwidth
         return 1 / self.pooled(row) / least
 
+    def step_over_floor(self, row: str) -> float | None:
+        """The time of plain decoding's steps, prompts left out, in passes over the weights and the context so far."""
+        own = [x for x in self.lines if x["row"] == row and "time" in x]
+        seconds = sum(x["seconds"] - x["time"]["prefill"] for x in own)
+        weights, token = self.about["weights"][self.held[row]], self.about["token_bytes"]
+        read = sum((x["passes"] - 1) * (weights + token * (x["prompt_tokens"] + x["tokens"] / 2)) for x in own)
+        return seconds * self.bandwidth / read if read else None
+
     def equal(self, row: str) -> str:
         answers = {r: {x["id"]: x["output_ids"] for x in self.lines if x["row"] == r} for r in (row, "plain")}
         both = [id for id in answers[row] if id in answers["plain"]]
@@ -155,12 +163,12 @@ def best(s: Standing, rows: Sequence[str], ids: Sequence[Any] | None = None) -> 
 def speed(s: Standing) -> list[Goal]:
     base = best(s, ["hf", "hf_bf16"])
     found = s.against("plain", base) if base else UNKNOWN
-    floor = s.floor("plain") if s.has("plain") else None
+    floor = s.step_over_floor("plain") if s.has("plain") else None
     named = f"plain / transformers' generate, best dtype of each ({s.rows[base] if base else '-'})"
     return [
         goal(f"{named}: 1.6", found.value, 1.6, interval(found)),
         goal(f"{named}: 1.8", found.value, 1.8, interval(found)),
-        goal("plain, time / floor of its dtype: at most 2", floor, 2.0, most=True),
+        goal("plain, a step / the floor of its dtype, prompts left out: at most 2", floor, 2.0, most=True),
     ]
 
 
