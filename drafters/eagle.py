@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from specresearch.kernels.attention import seen_slots
+from specresearch.kernels.graph import may_ask
 from specresearch.models.cache import LayerShape, SlotCache
 from specresearch.models.checkpoints import fitted_head
 from specresearch.models.eagle import EagleHead
 from specresearch.models.fast import FastEagle
-from specresearch.types import Drafter, Frontier, Step, Target, Tree, UserError, Verdict
+from specresearch.types import Drafter, Frontier, Kept, Step, Target, Tree, UserError, Verdict
 
 PREFILL_CHUNK = 512  # entries fed at once: bounds the mask of a long prompt
 MOST_DUE = 64  # entries that may wait until somebody asks: one pass over many costs little more than one over one
@@ -43,9 +44,9 @@ class Eagle(Drafter):
         self.head, self.taps, self.forward = head, head.config.taps, FastEagle(head)
         self.vocab_size, self.device = target.vocab_size, target.device
         self.dtype = head.fc.weight.dtype
-        self.may_read = self.device.type == "cpu"  # elsewhere asking the device costs a wait
 
     def reserve(self, batch: int, capacity: int, slots: int) -> None:
+        self.forward.follow()
         c = self.head.config
         shape = LayerShape(c.num_kv_heads, c.head_dim, c.head_dim, self.dtype, self.device)
         self.cache = SlotCache([shape], batch, capacity + max(slots, MOST_DUE))
@@ -89,7 +90,7 @@ class Eagle(Drafter):
     def _root(self, step: Step) -> Tensor:
         """Make the entries that are due, the root's last -> its state [B, 1, H]"""
         self.asked = True
-        width = int(self.due.max()) if self.may_read else self.features.shape[1]
+        width = int(self.due.max()) if may_ask(self.device) else self.features.shape[1]
         first = (step.length - self.due).clamp(min=0)
         position = first[:, None] + torch.arange(width, device=self.device)
         following = step.tokens.gather(1, torch.minimum(position + 1, step.length[:, None]))
@@ -136,6 +137,9 @@ class Eagle(Drafter):
         elif not self.asked:
             self._root(step)
         self.features, self.due, self.asked = features, fresh, False
+
+    def kept(self) -> Kept:
+        return Kept((self,), (self.cache,))
 
     def _behind(self, features: Tensor, live: Tensor) -> Tensor:
         """Nobody asked in this step, so what was due still is: `features` [B, P, F] behind those."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specresearch.models.checkpoints import fitted_head
 from specresearch.models.medusa import MedusaHeads
-from specresearch.types import Drafter, Frontier, Step, Target, Tree, UserError, Verdict
+from specresearch.types import Drafter, Frontier, Kept, Step, Target, Tree, UserError, Verdict
 
 
 class Medusa(Drafter):
@@ -60,3 +60,6 @@ class Medusa(Drafter):
         node = verdict.path[row, (verdict.length - 1).clamp(min=0)].clamp(min=0)
         feature = features[row, node].to(self.dtype)
         self.feature = torch.where(step.live[:, None], feature, self.feature)
+
+    def kept(self) -> Kept:
+        return Kept((self,))

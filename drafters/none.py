@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specresearch.types import Ask, Drafter, Step, Target, Tree, TreePolicy
+from specresearch.types import Ask, Drafter, Kept, Step, Target, Tree, TreePolicy
 
 
 class NoDrafter(Drafter):
@@ -14,3 +14,6 @@ class NoDrafter(Drafter):
 
     def propose(self, step: Step, policy: TreePolicy, ask: Ask) -> Tree:
         return Tree.of_root(step)
+
+    def kept(self) -> Kept:
+        return Kept()

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specresearch.kernels.graph import constant
 from specresearch.kernels.tree import paths
-from specresearch.types import Ask, Drafter, Frontier, Step, Target, Tree, TreePolicy, UserError
+from specresearch.types import Ask, Drafter, Frontier, Kept, Step, Target, Tree, TreePolicy, UserError
 
 METHODS = ("match_expected", "bernoulli", "trace")
 FIRST = 0.99  # of a decoy law's mass, for its first token: every policy then grows one path as deep as it may
@@ -107,6 +108,9 @@ class Simulated(Drafter):
         self.planned[row] = 1  # behind the end of the recording
         self.planned[row, : len(lengths)] = torch.tensor(lengths, dtype=torch.long, device=self.device)
 
+    def kept(self) -> Kept:
+        return Kept((self,))
+
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def expand(self, frontier: Frontier) -> Tensor:
@@ -161,7 +165,7 @@ class Simulated(Drafter):
 
     def _tried(self, step: Step, levels: int) -> Tensor:
         rates = list(self.rates) if self.rates is not None else [rate_of(self.length, levels)] * levels
-        right = torch.tensor((rates + [0.0] * levels)[:levels], dtype=torch.float64, device=self.device)
+        right = constant(tuple((rates + [0.0] * levels)[:levels]), self.device, torch.float64)
         law = torch.stack([1 - right, right], -1).expand(step.root.shape[0], -1, -1)  # [B, D, 2]
         return 1 + step.rng.draw(law, 0).cumprod(1).sum(1)
 

@@ -17,7 +17,7 @@ from specresearch.models.reading import OwnTokens, SameIds
 from specresearch.models.retelling import retell
 from specresearch.models.spelling import Spelling, shared, twins
 from specresearch.models.vocabulary import SharedTokens
-from specresearch.types import Ask, Drafter, Frontier, Step, Target, Tree, TreePolicy, UserError, Verdict
+from specresearch.types import Ask, Drafter, Frontier, Kept, Step, Target, Tree, TreePolicy, UserError, Verdict
 
 VOCABULARIES = ("same", "intersection", "text")
 
@@ -106,6 +106,10 @@ class SmallLM(Drafter):
 
     def release(self, rows: Sequence[int]) -> None:
         self.reader.release(rows)
+
+    def kept(self) -> Kept | None:
+        model = self.model.kept()
+        return Kept((self.reader,), model.fixed) if model and isinstance(self.reader, SameIds) else None
 
 
 def chain_of_text(reader: OwnTokens, step: Step, depth: int) -> Tree:

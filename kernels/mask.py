@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from specresearch.kernels.graph import constant
+
 Mode = Literal["full", "qlen_only", "qlen_only_bitpacking"]
 MODES: tuple[Mode, ...] = ("full", "qlen_only", "qlen_only_bitpacking")
 MOST_NODES = 1024
@@ -26,7 +28,7 @@ def words_of(nodes: int) -> int:
 def pack_words(mask: Tensor) -> Tensor:
     """bool [..., n] -> int32 [..., ceil(n / 32)]"""
     bits = pad(mask, (0, -mask.shape[-1] % 32)).unflatten(-1, (-1, 8))
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
+    weights = constant((1, 2, 4, 8, 16, 32, 64, 128), mask.device, torch.uint8)
     return (bits * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specresearch.kernels.graph import may_ask
 from specresearch.kernels.tree import links
 from specresearch.kernels.verify import plain
 from specresearch.types import Probs, Rng, Tree, Verdict
@@ -22,7 +23,7 @@ def traversal(tree: Tree, p: Probs, rng: Rng, state: type[Stack] | None = None) 
     if tree.q is None:
         return plain(tree, p, rng)
     stack = (state or Stack)(tree, p)
-    may_stop = tree.tokens.device.type == "cpu"
+    may_stop = may_ask(tree.tokens.device)
     for _ in range(2 * tree.tokens.shape[1] - 1):
         if may_stop and stack.done.all():
             break

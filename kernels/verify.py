@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specresearch.kernels.backend import jit, on_triton, power_of_2, tl
+from specresearch.kernels.graph import may_ask
 from specresearch.kernels.sampling import pick, pick_row, sum_row
 from specresearch.kernels.tree import links
 from specresearch.types import Probs, Rng, Tree, Verdict
@@ -79,7 +80,7 @@ def walk_links(tokens: Tensor, tree_links: Links, levels: int, rule: Rule, rng: 
     """
     batch, nodes = tokens.shape
     first_child, next_sibling = tree_links
-    may_stop = tokens.device.type == "cpu"
+    may_stop = may_ask(tokens.device)
     node = torch.zeros(batch, dtype=torch.long, device=tokens.device)
     path = torch.full((batch, levels + 1), -1, dtype=torch.long, device=tokens.device)
     path[:, 0] = 0

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from specresearch.kernels.graph import recording
+
+Mark = tuple[str, Any]
 
 
 class Clock:
@@ -19,16 +25,25 @@ class Clock:
 
     def reset(self) -> None:
         self.seconds = dict.fromkeys(self.PARTS, 0.0)
-        self.marks: list[tuple[str, Any]] = []
+        self.marks: list[Mark] = []
 
     def mark(self, part: str) -> None:
         """The time from here to the next mark belongs to `part`."""
         if self.cuda:
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.cuda.Event(enable_timing=True, **({"external": True} if recording() else {}))
             event.record()
             self.marks.append((part, event))
         else:
             self.marks.append((part, time.perf_counter()))
+
+    @contextmanager
+    def apart(self) -> Iterator[list[Mark]]:
+        """For a recording: the marks made meanwhile, which count where it is played."""
+        own, self.marks = self.marks, []
+        try:
+            yield self.marks
+        finally:
+            self.marks = own
 
     def settle(self) -> float:
         """Close the last part, add up; called where the host has waited for the device anyway -> seconds since the first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from specresearch.clock import Clock
 from specresearch.grammar.rows import Rows
 from specresearch.rng import CounterRng, row_key
 from specresearch.sampling import Sampler
-from specresearch.types import Drafter, Frontier, Step, Target, Tree, TreePolicy, UserError, Verdict, Verifier
+from specresearch.step_graph import StepGraphs
+from specresearch.types import Drafter, Frontier, Kept, Step, Target, Tree, TreePolicy, UserError, Verdict, Verifier
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,28 @@ class Parts:
     sampler: Sampler
 
 
+@dataclass
+class Standing:
+    """What the loop knows of its rows; see `Step`."""
+
+    root: Tensor
+    length: Tensor
+    budget: Tensor
+    row_id: Tensor
+    key: Tensor  # of each row's chance
+    round: Tensor  # steps of the row's answer
+    live: Tensor
+    tokens: Tensor
+
+
+class Work(NamedTuple):
+    """What a step left on the device."""
+
+    verdict: Verdict
+    packed: Tensor  # [B, ...] all that is read of it
+    widths: tuple[int, int, int]  # tokens emitted at most, path, tree
+
+
 class Decoder:
     """Answers jobs in `batch` rows; a row that is done takes the next job. Tokens depend on the job, never on the batch."""
 
@@ -84,14 +107,14 @@ class Decoder:
         self.clock = Clock(self.device)
         self.passes = 0
         self.capacity = capacity
-        zeros = torch.zeros(batch, dtype=torch.long, device=self.device)
-        self.root, self.length, self.budget = zeros.clone(), zeros.clone(), zeros.clone()
-        self.row_id, self.key, self.round = zeros.clone(), zeros.clone(), zeros.clone()
-        self.live = zeros.bool()
-        self.tokens = torch.zeros(batch, capacity + parts.policy.depth + 2, dtype=torch.long, device=self.device)
+        zeros = torch.zeros(6, batch, dtype=torch.long, device=self.device)
+        history = torch.zeros(batch, capacity + parts.policy.depth + 2, dtype=torch.long, device=self.device)
+        root, length, budget, row_id, key, number = zeros.unbind()
+        self.rows = Standing(root, length, budget, row_id, key, number, zeros[0].bool(), history)
         self.turns: list[Turn | None] = [None] * batch
         grammar = parts.sampler.grammar
         self.grammar = None if grammar is None else Rows(grammar, batch, self.device)
+        self.graphs = StepGraphs(self._work, self.clock, capacity - 1)  # an answer's last token is never cached
 
     @torch.inference_mode()
     def run(self, jobs: Iterator[Job]) -> Iterator[Emission]:
@@ -105,8 +128,18 @@ class Decoder:
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def _step(self) -> Iterator[Emission]:
+        self.clock.mark("other")
+        work = self.graphs(max(len(t.job.prompt_ids) + len(t.output_ids) - 1 for t in self.turns if t is not None))
+        read = _read(work)
+        seconds = self.clock.settle()
+        self.parts.policy.observe(work.verdict, seconds)
+        self.passes += 1
+        yield from self._record(read, seconds)
+
+    def _work(self, extent: int) -> Work:
+        """All that the device does in a step; `extent` = the largest length, or more."""
         target, drafter, policy, verifier, sampler = self._parts()
-        step, clock = self._view(), self.clock
+        step, clock = self._view(extent), self.clock
         clock.mark("draft")
         tree = drafter.propose(step, policy, self.ask)
         masks = None if self.grammar is None else self.grammar.look(tree)
@@ -122,11 +155,17 @@ class Decoder:
         drafter.commit(step, tree, verdict, output.features)
         clock.mark("other")
         self._advance(verdict, emitted)
-        read = _read(tree, verdict, emitted)
-        seconds = clock.settle()
-        policy.observe(verdict, seconds)
-        self.passes += 1
-        yield from self._record(read, seconds)
+        return _pack(tree, verdict, emitted)
+
+    def _kept(self) -> Kept | None:
+        target, drafter, policy, verifier, _ = self._parts()
+        adapts = type(policy).observe is not TreePolicy.observe
+        if adapts or self.grammar is not None or not (policy.on_device and verifier.on_device):
+            return None
+        theirs, drafters = target.kept(), drafter.kept()
+        if theirs is None or drafters is None:
+            return None
+        return Kept((self.rows, *theirs.state, *drafters.state), theirs.fixed + drafters.fixed)
 
     def ask(self, frontier: Frontier) -> tuple[Tensor, Tensor | None]:
         _, drafter, policy, _, sampler = self._parts()
@@ -143,10 +182,10 @@ class Decoder:
         p = self.parts
         return p.target, p.drafter, p.policy, p.verifier, p.sampler
 
-    def _view(self) -> Step:
-        extent = max(len(t.job.prompt_ids) + len(t.output_ids) - 1 for t in self.turns if t is not None)
-        rng = CounterRng(self.key, self.round)
-        return Step(self.root, self.row_id, self.length, self.live, self.budget, self.tokens, rng, extent)
+    def _view(self, extent: int) -> Step:
+        own = self.rows
+        rng = CounterRng(own.key, own.round)
+        return Step(own.root, own.row_id, own.length, own.live, own.budget, own.tokens, rng, extent)
 
     def _trim(self, step: Step, tree: Tree, verdict: Verdict) -> tuple[Verdict, Tensor]:
         """Cut at EOS and at the budget -> the verdict of what stays, and the emitted tokens [B, D+1], -1 padded."""
@@ -165,13 +204,14 @@ class Decoder:
         return Verdict(torch.where(kept, verdict.path, -1), length, end), emitted
 
     def _advance(self, verdict: Verdict, emitted: Tensor) -> None:
-        place = self.length[:, None] + 1 + torch.arange(emitted.shape[1], device=self.device)
-        keep = self.tokens.gather(1, place)
-        self.tokens.scatter_(1, place, torch.where(emitted >= 0, emitted, keep))
-        self.length += verdict.length
-        self.budget -= verdict.length
-        self.root = torch.where(self.live, verdict.next_token, self.root)
-        self.round += self.live.long()
+        own = self.rows
+        place = own.length[:, None] + 1 + torch.arange(emitted.shape[1], device=self.device)
+        keep = own.tokens.gather(1, place)
+        own.tokens.scatter_(1, place, torch.where(emitted >= 0, emitted, keep))
+        own.length += verdict.length
+        own.budget -= verdict.length
+        own.root = torch.where(own.live, verdict.next_token, own.root)
+        own.round += own.live.long()
 
     def _record(self, read: list[dict[str, Any] | None], seconds: float) -> Iterator[Emission]:
         for row, record in enumerate(read):
@@ -202,6 +242,7 @@ class Decoder:
             self.clock.mark("prefill")
             rows, batch = [row for row, _ in taken], [job for _, job in taken]
             first = self._prefill(rows, batch).tolist()
+            self.graphs.follow(self._kept())
             self.clock.settle()
             for row, job, token in zip(rows, batch, first):
                 if token < 0:
@@ -225,12 +266,13 @@ class Decoder:
         self.clock.mark("draft")
         drafter.extend(rows, tokens, length, features)
         self.clock.mark("prefill")
-        self.tokens[rows, : tokens.shape[1]] = tokens
-        self.tokens[rows, length] = first
-        self.root[rows], self.length[rows], self.key[rows] = first, length, key
-        self.budget[rows] = torch.tensor([job.budget - 1 for job in jobs], device=self.device)
-        self.round[rows], self.live[rows] = 1, True
-        self.row_id[rows] = torch.tensor([key % (1 << 31) for key in keys], device=self.device)
+        own = self.rows
+        own.tokens[rows, : tokens.shape[1]] = tokens
+        own.tokens[rows, length] = first
+        own.root[rows], own.length[rows], own.key[rows] = first, length, key
+        own.budget[rows] = torch.tensor([job.budget - 1 for job in jobs], device=self.device)
+        own.round[rows], own.live[rows] = 1, True
+        own.row_id[rows] = torch.tensor([key % (1 << 31) for key in keys], device=self.device)
         return first
 
     def _append(self, row: int, turn: Turn, tokens: list[int]) -> list[int]:
@@ -259,20 +301,25 @@ class Decoder:
             if turn.finish != "stop":
                 turn.text = self.decode(turn.output_ids)
             self.turns[row] = None
-            self.live[row] = False
+            self.rows.live[row] = False
             self.parts.drafter.release([row])
             if self.grammar is not None:
                 self.grammar.release(row)
         return Emission(turn, tokens, done)
 
 
-def _read(tree: Tree, verdict: Verdict, emitted: Tensor) -> list[dict[str, Any] | None]:
-    """The one device read of a step: what was emitted, and the tree for the trace."""
+def _pack(tree: Tree, verdict: Verdict, emitted: Tensor) -> Work:
+    """What was emitted, and the tree for the trace."""
     tokens = torch.where(tree.valid, tree.tokens, -1)
-    widths = [emitted.shape[1], verdict.path.shape[1], tokens.shape[1], tokens.shape[1]]
     score = tree.score.float().nan_to_num(neginf=-1e9).double().view(torch.long)
-    length = verdict.length[:, None]
-    packed = torch.cat([emitted, verdict.path, tokens, tree.parent, score, length], 1).cpu()
+    packed = torch.cat([emitted, verdict.path, tokens, tree.parent, score, verdict.length[:, None]], 1)
+    return Work(verdict, packed, (emitted.shape[1], verdict.path.shape[1], tokens.shape[1]))
+
+
+def _read(work: Work) -> list[dict[str, Any] | None]:
+    """The one device read of a step."""
+    packed, (most, path, nodes) = work.packed.cpu(), work.widths
+    widths = [most, path, nodes, nodes]
     records: list[dict[str, Any] | None] = []
     for row, scores in zip(packed.tolist(), packed[:, sum(widths) : -1].contiguous().view(torch.double).tolist()):
         parts, at = [], 0

@@ -23,6 +23,7 @@ class Recorder(TreePolicy):
     """Stands in for `policy` and all smaller trees of its kind, for one row. `take()` after each step."""
 
     law, growth, size = "point", "static", 1
+    on_device = False
 
     def __init__(self, policy: TreePolicy):
         self.family: Sequence[TreePolicy] = policy.smaller()

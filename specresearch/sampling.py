@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specresearch.kernels.graph import constant
 from specresearch.kernels.mask import unpack
 from specresearch.kernels.sampling import largest, raise_half, warp
 from specresearch.kernels.tree import node_paths
@@ -89,10 +90,10 @@ class Sampler:
         `allow` int32 [B, W, ceil(V/32)] = the tokens that the grammar lets follow each, None: all."""
         logits = raise_half(logits)  # first, as `generate` does: a penalty rounded to bfloat16 makes ties
         if self.logit_bias:
-            ids = torch.tensor(list(self.logit_bias), device=logits.device)
+            ids = constant(tuple(self.logit_bias), logits.device)
             if not 0 <= min(self.logit_bias) <= max(self.logit_bias) < logits.shape[-1]:
                 raise UserError(f"logit_bias has token ids outside the vocabulary of {logits.shape[-1]}")
-            bias = torch.tensor(list(self.logit_bias.values()), device=logits.device, dtype=logits.dtype)
+            bias = constant(tuple(self.logit_bias.values()), logits.device, logits.dtype)
             logits = logits.index_add(-1, ids, bias.expand(*logits.shape[:-1], -1))
         if self.path_dependent:
             seen = self._seen(logits, tokens, known, path)

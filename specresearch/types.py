@@ -175,6 +175,18 @@ class Grammar(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a part keeps from one step to the next, if all of it is on the device and a step asks for none of it."""
+
+    state: tuple[
+        object, ...
+    ] = ()  # whose attributes hold it: tensors, that a step may write to or put others in place of
+    fixed: tuple[
+        object, ...
+    ] = ()  # where a step reads and writes besides (caches, weights), as long as they are the same
+
+
 class TreePolicy:
     """Decides which branches to ask the drafter about. `law` and `growth` carry the correctness of the acceptance rule."""
 
@@ -184,6 +196,7 @@ class TreePolicy:
     law: Law
     growth: Growth
     temperature: float | None = None  # of the q that children are drawn from; None: nothing is drawn, no q is made
+    on_device: bool = True  # `grow` keeps nothing, so that a step may be one CUDA graph
 
     @property
     def asked(self) -> int:
@@ -238,6 +251,10 @@ class Drafter:
     def release(self, rows: Sequence[int]) -> None:
         """These rows are free."""
 
+    def kept(self) -> Kept | None:
+        """For a loop whose steps are one CUDA graph; None: a step of this drafter needs the host."""
+        return None
+
 
 class Verifier:
     """An acceptance rule. It is lossless for the trees whose law and growth it declares; `lossy` says why it is not."""
@@ -250,6 +267,7 @@ class Verifier:
     # How the white box may replay it from p, q and the tree; None: not at all. "by_law": children are tried in order, by
     # the rule of the tree's law. "given_tree": whatever the tree, the token after each accepted node follows p.
     replay: Literal["by_law", "given_tree"] | None = None
+    on_device: bool = True  # `verify` keeps nothing, so that a step may be one CUDA graph
     tv_bound: float | None = None  # of a lossy rule: the law of one token, given those before it, shifts by no more
 
     def verify(self, tree: Tree, p: Probs, rng: Rng) -> Verdict:
@@ -270,6 +288,10 @@ class Target:
 
     def release(self) -> None:
         """Give the cache back, between the jobs of a sweep; the next `reserve` makes a new one."""
+
+    def kept(self) -> Kept | None:
+        """As a drafter's."""
+        return None
 
     def fingerprint(self) -> str:
         """Tells its weights, and the device and dtype they are on, from those of others."""

@@ -170,7 +170,7 @@ def test_what_cannot_be_recorded_is_run_as_it_is():
 
     model, plain = adapt("llama"), adapt("llama", HFModel)
     model.release()
-    model.fast.record = fails
+    model.fast.how = fails
     with pytest.warns(UserWarning, match="cannot be recorded"):
         ours = tree_pass(model, [5, 3], TREES[1])[0]
     assert (ours - tree_pass(plain, [5, 3], TREES[1])[0]).abs().max() < 1e-4

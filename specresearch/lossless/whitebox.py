@@ -77,6 +77,8 @@ class Log:
 class WhiteBox(Verifier):
     """A verifier that logs what another one decides; the decisions are the other's, unchanged."""
 
+    on_device = False
+
     def __init__(self, verifier: Verifier, log: Log):
         self.verifier, self.log = verifier, log
         self.laws, self.growths, self.chain_only = verifier.laws, verifier.growths, verifier.chain_only

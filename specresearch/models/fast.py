@@ -60,7 +60,6 @@ class FastForward:
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens [R, q] at positions [R, q] -> logits [R, q or 1, V], the taps' features [R, q, F]. `keep` [R] = the one
         query per row whose logits are wanted."""
-        self.follow()
         x = self.embed(tokens)
         cos, sin = self.rotary(x, positions)
         half = self.sizes[2] // 2
@@ -77,7 +76,8 @@ class FastForward:
         return self.head(asked), features
 
     def follow(self) -> None:
-        """Lay the blocks out anew where a weight has changed."""
+        """Lay the blocks out where a weight has changed; before the first pass, and whenever an answer begins. (To look at
+        every weight takes milliseconds.)"""
         now = [each for part in (self.theirs, self.embed, self.final, self.head) for each in states(part)]
         if now != self.seen:
             self.seen = now
@@ -94,7 +94,6 @@ class FastEagle:
 
     def __call__(self, tokens: Tensor, state: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> Tensor:
         """As the head's own: `mask` [B or 1, T, S] bool over the slots that `cache` shows."""
-        self._follow()
         head, c, layer = self.head, self.head.config, self.head.midlayer
         embedded = head.embed_tokens(tokens)
         if c.version == 3:
@@ -110,7 +109,8 @@ class FastEagle:
         state = self.block(inputs, state, *turn, where, *(x[0] for x in slots), rows, None, positions, dense[:, None])
         return head.norm(state) if c.norm_output else state
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
+        """As `FastForward`'s."""
         layer, c = self.head.midlayer, self.head.config
         now = states(layer)
         if now != self.seen:

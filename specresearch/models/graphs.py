@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from specresearch.kernels.graph import Record, on_gpu, record, recording
 from specresearch.models.cache import SlotCache
 from specresearch.models.fast import FastForward, View
 from specresearch.types import Tap
@@ -20,21 +20,6 @@ MOST_NODES = 512  # of a pass: a larger one computes for longer than its launche
 MOST = 64  # graphs kept
 
 Outputs = tuple[Tensor, Tensor | None]
-Record = Callable[[Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
-
-
-def on_gpu(work: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-    """Record `work`, which must be allowed to happen any number of times -> what does it again, and where its results lie."""
-    aside, here = torch.cuda.Stream(), torch.cuda.current_stream()
-    aside.wait_stream(here)
-    with torch.cuda.stream(aside):
-        for _ in range(2):  # compiles kernels and lets libraries allocate, which no recording may hold
-            work()
-    here.wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = work()
-    return graph.replay, outputs
 
 
 @dataclass(frozen=True)
@@ -55,8 +40,8 @@ class Graphs:
     """`FastForward`, whose passes over trees are recorded: one graph for each shape. A recorded pass is given all slots of a
     row, of which the attention reads as many as `length` says, so that a graph serves every length."""
 
-    def __init__(self, forward: FastForward, record: Record = on_gpu):
-        self.forward, self.record = forward, record
+    def __init__(self, forward: FastForward, how: Record = on_gpu):
+        self.forward, self.how = forward, how
         self.known: dict[Any, _Graph] = {}
         self.made_for: tuple[Any, Any] = (lambda: None, None)  # the cache, held weakly: it may be large; the blocks
         self.works = True
@@ -67,7 +52,6 @@ class Graphs:
         """As `FastForward`'s."""
         if not self._serves(tokens, cache, view, keep):
             return self.forward(tokens, positions, cache, view, keep, taps)
-        self.forward.follow()
         if self.made_for[0]() is not cache or self.made_for[1] is not self.forward.stack:
             self.known.clear()
             self.made_for = weakref.ref(cache), self.forward.stack
@@ -86,17 +70,22 @@ class Graphs:
             self.known[key] = graph
         return self.known[key](inputs)
 
+    def follow(self) -> None:
+        self.forward.follow()
+
     def _serves(self, tokens: Tensor, cache: SlotCache, view: View, keep: Tensor | None) -> bool:
         small = tokens.numel() <= MOST_NODES
-        return self.works and small and keep is None and cache.rows is None and view.words is not None
+        return (
+            self.works and not recording() and small and keep is None and cache.rows is None and view.words is not None
+        )
 
     def _graph(self, cache: SlotCache, inputs: Sequence[Tensor], taps: Sequence[Tap]) -> _Graph:
         visible, own = cache.visible, [x.clone() for x in inputs]
         tokens, positions, where, words, length = own
         cache.aim(where, None, cache.slots)
         try:
-            replay, outputs = self.record(
-                lambda: self.forward(tokens, positions, cache, View(words, length, None), None, taps)
+            replay, outputs = record(
+                lambda: self.forward(tokens, positions, cache, View(words, length, None), None, taps), self.how
             )
         finally:
             cache.aim(inputs[2], None, visible)

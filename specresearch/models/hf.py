@@ -28,7 +28,7 @@ from specresearch.models.graphs import Graphs
 from specresearch.models.linear import quicken
 from specresearch.parallel import Group, together
 from specresearch.sampling import Sampler, forbid
-from specresearch.types import Grammar, Step, Tap, Target, TargetOutput, Tree, UserError, Verdict
+from specresearch.types import Grammar, Kept, Step, Tap, Target, TargetOutput, Tree, UserError, Verdict
 
 PREFILL_CHUNK = 512  # tokens of a prompt fed at once: bounds the mask and the activations of long prompts
 
@@ -233,6 +233,8 @@ class HFModel(Target):
     @together
     def reserve(self, batch: int, capacity: int, tree_size: int) -> None:
         """Slots for `batch` rows of `capacity` tokens, and `tree_size` more for nodes that are not committed yet."""
+        if self.fast is not None:
+            self.fast.follow()
         slots = capacity + tree_size
         for most, why in self.limits:
             if slots > most:
@@ -247,6 +249,11 @@ class HFModel(Target):
     @together
     def release(self) -> None:
         self.cache = None
+
+    def kept(self) -> Kept | None:
+        if not isinstance(self.fast, Graphs) or not self.fast.works or self.cache is None:
+            return None
+        return Kept(fixed=(self.cache, self.fast.forward.stack))
 
     def fingerprint(self) -> str:
         """Sixty-four elements of every tensor, and how they are computed with: cheap, and no two models share it."""
@@ -325,6 +332,8 @@ class HFModel(Target):
     def extend(
         self, rows: Sequence[int], tokens: Tensor, length: Tensor, taps: Sequence[Tap]
     ) -> tuple[Tensor, Tensor | None]:
+        if self.fast is not None:
+            self.fast.follow()
         largest = int(tokens.max())
         if largest >= self.embedded:
             raise UserError(

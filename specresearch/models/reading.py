@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specresearch.kernels.graph import may_ask
 from specresearch.models.hf import HFModel
 from specresearch.models.spelling import Spelling
 from specresearch.types import Step, UserError, Verdict
@@ -34,7 +35,7 @@ class SameIds:
     def root(self, step: Step) -> Tensor:
         """Feed what the cache lacks, the root last -> logits [B, 1, V] of the model's own vocabulary."""
         behind = torch.where(step.live, step.length - self.length, 0)
-        width = 1 + (int(behind.max()) if behind.device.type == "cpu" else self.lag)  # no device read on a GPU
+        width = 1 + (int(behind.max()) if may_ask(behind.device) else self.lag)
         length = step.length - behind
         position = length[:, None] + torch.arange(width, device=behind.device)
         tokens = step.tokens.gather(1, torch.minimum(position, step.length[:, None]))

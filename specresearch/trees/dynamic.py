@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from specresearch.kernels.graph import constant
 from specresearch.kernels.tree import organize
 from specresearch.trees.growth import Growth, positive, resolve_draw
 from specresearch.types import Ask, Step, Tree, TreePolicy, UserError
@@ -79,7 +80,7 @@ class DynamicTree(TreePolicy):
     ) -> Tree:
         """Keep the root and the best candidates, parents before children, siblings by falling probability."""
         batch, count = tokens.shape
-        deep = torch.tensor(levels, device=total.device)
+        deep = constant(tuple(levels), total.device)
         size = self.keeps(step, total, deep)
         if size == 1:
             return Tree.of_root(step)

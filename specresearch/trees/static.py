@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from specresearch.kernels.graph import constant
 from specresearch.trees.growth import MOST_NODES, Growth, law_of, positive, resolve_draw
 from specresearch.trees.presets import PRESETS, parents_of
 from specresearch.types import Ask, Step, Tree, TreePolicy, UserError
@@ -90,20 +91,22 @@ class StaticTree(TreePolicy):
             if nodes == [0]:
                 score, q = growth.root()
             else:
-                parents = torch.tensor([slots[self.parents[node]] for node in nodes], device=device)
-                score, q = growth.expand(parents.expand(batch, -1), tokens[:, nodes])
+                parents = constant(tuple(slots[self.parents[node]] for node in nodes), device)
+                score, q = growth.expand(parents.expand(batch, -1), tokens[:, constant(tuple(nodes), device)])
             slots |= {node: len(slots) + i for i, node in enumerate(nodes)}
             drawn, logp = growth.children(score, q, max(len(self.children[n]) for n in nodes), self.draw)
             for i, node in enumerate(nodes):
-                kids = self.children[node][: drawn.shape[-1]]
-                tokens[:, kids] = drawn[:, i, : len(kids)]
-                total[:, kids] = total[:, node, None] + logp[:, i, : len(kids)]
-                total[:, self.children[node][drawn.shape[-1] :]] = -torch.inf  # more children than the vocabulary has
+                kids, most = self.children[node], drawn.shape[-1]
+                own = constant(tuple(kids[:most]), device)
+                tokens[:, own] = drawn[:, i, : len(own)]
+                total[:, own] = total[:, node, None] + logp[:, i, : len(own)]
+                if len(kids) > most:  # more children than the vocabulary has
+                    total[:, constant(tuple(kids[most:]), device)] = -torch.inf
             if q is not None:
                 law = q.new_zeros(batch, self.size, q.shape[-1]) if law is None else law
-                law[:, nodes] = q
-        parent = torch.tensor(self.parents, device=device).expand(batch, -1)
-        depth = torch.tensor(self.node_depth, device=device).expand(batch, -1)
+                law[:, constant(tuple(nodes), device)] = q
+        parent = constant(tuple(self.parents), device).expand(batch, -1)
+        depth = constant(tuple(self.node_depth), device).expand(batch, -1)
         valid = total > -torch.inf
         return Tree(tokens, parent, depth, valid, total, self.law, self.growth, self.depth, law)
 
