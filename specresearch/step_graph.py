@@ -97,10 +97,11 @@ class State:
 
     def take(self, content: Mapping[Place, Tensor]) -> None:
         """Fill these tensors with `content`, and give them to the objects."""
+        # Copies first, since tensors may have traded places.
+        fresh = {place: x.clone() for place, x in content.items() if x is not self.tensors[place]}
         for (i, name), own in self.tensors.items():
-            given = content[i, name]
-            if given is not own:
-                own.copy_(given)
+            if (i, name) in fresh:
+                own.copy_(fresh[i, name])
             setattr(self.holders[i], name, own)
 
     def settle(self) -> None:
@@ -108,7 +109,7 @@ class State:
         now = State(self.holders)
         if now.form != self.form:
             raise RuntimeError("what is kept from one step to the next has changed its form")
-        self.take({place: x if x is self.tensors[place] else x.clone() for place, x in now.tensors.items()})
+        self.take(now.tensors)
 
 
 @dataclass(frozen=True)
