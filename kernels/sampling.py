@@ -64,10 +64,14 @@ def largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if x.device.type != "cpu" or count > PARTS or vocab % PARTS or vocab < 64 * PARTS:
         return x.topk(count, dim=-1)
     parts = x.unflatten(-1, (PARTS, -1))
+    width = vocab // PARTS
+    if count == 1:
+        best = parts.amax(-1).argmax(-1, keepdim=True)
+        values, place = parts.gather(-2, best[..., None].expand(*best.shape, width)).flatten(-2).max(-1, keepdim=True)
+        return values, best * width + place
     best = parts.amax(-1).topk(count, dim=-1).indices.sort(-1).values  # ascending, so that ties go the way they would
     few = parts.gather(-2, best[..., None].expand(*best.shape, parts.shape[-1]))
     values, place = few.flatten(-2).topk(count, dim=-1)
-    width = vocab // PARTS
     return values, best.gather(-1, place // width) * width + place % width
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,8 +42,12 @@ class CounterRng:
     """Production randomness for one step: `key` [B] from `row_key`, `round` [B] = that row's step count."""
 
     def __init__(self, key: Tensor, round: Tensor):
-        self.state = mix(key ^ mix(round))
-        self.picks = 0
+        self.key, self.round, self.picks = key, round, 0
+
+    @cached_property
+    def state(self) -> Tensor:
+        """Made when chance is needed for the first time in the step, which at temperature 0 it never is."""
+        return mix(self.key ^ mix(self.round))
 
     def uniform(self, stream: int, slot: Tensor | int) -> Tensor:
         """float64 in [0, 1), 53 bits: 0 can occur, 1 cannot. `slot` is one for all rows, or [B], or [B, N] -> its shape."""

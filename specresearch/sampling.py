@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -138,7 +139,10 @@ class TreeProbs:
         self.sampler, self.logits, self.step = sampler, logits, step
         self.path = node_paths(tree.parent, tree.tokens, tree.levels) if sampler.path_dependent else None
         self.allow = tree.allow
-        self.rows = torch.arange(logits.shape[0], device=logits.device)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        return torch.arange(self.logits.shape[0], device=self.logits.device)
 
     @property
     def one_hot(self) -> bool:
