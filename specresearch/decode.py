@@ -190,18 +190,15 @@ class Decoder:
     def _trim(self, step: Step, tree: Tree, verdict: Verdict) -> tuple[Verdict, Tensor]:
         """Cut at EOS and at the budget -> the verdict of what stays, and the emitted tokens [B, D+1], -1 padded."""
         place = torch.arange(verdict.path.shape[1], device=self.device)
-        after = torch.nn.functional.pad(verdict.path[:, 1:], (0, 1), value=-1)
-        last = verdict.length[:, None] - 1
-        tokens = torch.where(place < last, tree.tokens.gather(1, after.clamp(min=0)), -1)
-        tokens = torch.where(place == last, verdict.next_token[:, None], tokens)
-        stops = torch.isin(tokens, self.eos) & (place <= last)
-        first_stop = torch.where(stops, place, place.shape[0]).amin(1)
-        length = torch.minimum(torch.minimum(verdict.length, first_stop + 1), step.budget)
-        length = torch.where(step.live, length, 0)
+        drafted = tree.tokens.gather(1, verdict.path.clamp(min=0))
+        tokens = torch.cat([drafted[:, 1:], verdict.next_token[:, None]], 1)
+        tokens = torch.where(place == verdict.length[:, None] - 1, verdict.next_token[:, None], tokens)
+        stops = (tokens[..., None] == self.eos).any(-1)
+        until_stop = torch.where(stops, place + 1, place.shape[0]).amin(1)
+        length = torch.minimum(torch.minimum(verdict.length, until_stop), step.budget) * step.live
         kept = place < length[:, None]
-        emitted = torch.where(kept, tokens, -1)
-        end = emitted.gather(1, (length - 1).clamp(min=0)[:, None])[:, 0]
-        return Verdict(torch.where(kept, verdict.path, -1), length, end), emitted
+        end = tokens.gather(1, (length - 1).clamp(min=0)[:, None])[:, 0]
+        return Verdict(torch.where(kept, verdict.path, -1), length, end), torch.where(kept, tokens, -1)
 
     def _advance(self, verdict: Verdict, emitted: Tensor) -> None:
         own = self.rows
