@@ -62,6 +62,7 @@ class Eagle(Drafter):
     @torch.inference_mode()
     def extend(self, rows: Sequence[int], tokens: Tensor, length: Tensor, features: Tensor | None) -> None:
         assert features is not None
+        self.forward.follow()
         here, features = torch.tensor(list(rows), device=self.device), features.to(self.dtype)
         self.features[here, 0] = features[torch.arange(len(rows), device=self.device), length - 1]
         self.due[here] = 1
@@ -139,7 +140,7 @@ class Eagle(Drafter):
         self.features, self.due, self.asked = features, fresh, False
 
     def kept(self) -> Kept:
-        return Kept((self,), (self.cache,))
+        return Kept((self,), (self.cache, self.forward.block))
 
     def _behind(self, features: Tensor, live: Tensor) -> Tensor:
         """Nobody asked in this step, so what was due still is: `features` [B, P, F] behind those."""

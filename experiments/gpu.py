@@ -21,10 +21,10 @@ kernel.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def measure(target: HFModel, said: dict[str, str], note: Callable[[str], None]) 
     drafter.foretell(prompt, answer(loops["plain"], job)[0].output_ids)
     for name, loop in loops.items():
         note(f"warm-up: {name}")
-        answer(loop, replace(job, budget=min(tokens, 16)))
+        answer(loop, job)  # all of it, so that steps of all lengths are recorded beforehand
     rates: list[float] = []
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in loops}
     for number in range(rounds):
@@ -190,8 +190,13 @@ def main(arguments: list[str]) -> None:
         if unknown := [key for key, _ in pairs if key not in OPTIONS]:
             raise UserError(f"{unknown[0]} is unknown: use some of {', '.join(OPTIONS)}")
         for key in ("context", "tokens", "rounds"):
-            if not said[key].isdigit() or int(said[key]) < (2 if key == "tokens" else 1):
-                raise UserError(f"{key}={said[key]}: use a whole number, e.g. {key}={OPTIONS[key]}")
+            least = 2 if key == "tokens" else 1
+            if not said[key].isdecimal() or int(said[key]) < least:
+                raise UserError(f"{key}={said[key]}: use a whole number of at least {least}, e.g. {key}={OPTIONS[key]}")
+        if not re.fullmatch(r"\d+(\.\d+)?", said["length"]):
+            raise UserError(
+                f"length={said['length']}: use a number of tokens per step, e.g. length={OPTIONS['length']}"
+            )
         target = random_weights.load(shape=said["shape"])
         made = measure(target, said, lambda what: print(what, file=sys.stderr))
     except (UserError, ValueError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Record = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
+Record = Callable[[Callable[[], Any], Callable[[], None]], tuple[Callable[[], None], Any]]
 _recording = [False]
 
 
@@ -19,26 +19,31 @@ def recording() -> bool:
     return _recording[0]
 
 
-def record(work: Callable[[], Any], how: Record) -> tuple[Callable[[], None], Any]:
+def record(
+    work: Callable[[], Any], how: Record, rewind: Callable[[], None] = lambda: None
+) -> tuple[Callable[[], None], Any]:
     """Record `work` by `how` -> what does it again, and its results, which are written anew each time.
 
-    `work` happens several times in the course of it, and has to bear that. Raises what it raises; RuntimeError where it
-    does what cannot be recorded.
+    `work` happens several times in the course of it; `rewind` puts back before each what it must find. Raises what it
+    raises; RuntimeError where it does what cannot be recorded.
     """
     _recording[0] = True
     try:
-        return how(work)
+        return how(work, rewind)
     finally:
         _recording[0] = False
 
 
-def on_gpu(work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+def on_gpu(work: Callable[[], Any], rewind: Callable[[], None]) -> tuple[Callable[[], None], Any]:
     aside, here = torch.cuda.Stream(), torch.cuda.current_stream()
     aside.wait_stream(here)
-    with torch.cuda.stream(aside):
-        for _ in range(2):  # compiles kernels and lets libraries allocate, which no recording may hold
-            work()
-    here.wait_stream(aside)
+    try:
+        with torch.cuda.stream(aside):
+            for _ in range(2):  # compiles kernels and lets libraries allocate, which no recording may hold
+                rewind()
+                work()
+    finally:
+        here.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = work()

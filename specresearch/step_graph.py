@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specresearch.clock import Clock, Mark
@@ -25,32 +26,34 @@ class StepGraphs:
     def __init__(self, work: Callable[[int], Any], clock: Clock, most: int):
         """`most` = the largest extent."""
         self.work, self.clock, self.most = work, clock, most
-        self.how: Record | None = on_gpu if clock.cuda else None
-        self.kept: Kept | None = None
+        # By events within the graph its parts are timed, which ROCm does not do (nor torch before 2.9: recording fails there).
+        self.how: Record | None = on_gpu if clock.cuda and torch.version.hip is None else None
+        self.holders: Sequence[object] | None = None
         self.fixed: Sequence[weakref.ref[object]] = ()
         self.known: dict[int, _Graph] = {}  # by extent
-        self.settled: Any = None  # extent and form of a step that left all as it had found it
+        self.settled: dict[int, Any] = {}  # by extent: the form that a step found and left, so that it may be recorded
         self.played = 0
 
     def follow(self, kept: Kept | None) -> None:
         """What the next steps go by, whenever it may have changed. None: it is not all on the device."""
-        self.kept, fixed = kept, kept.fixed if kept else ()
+        self.holders, fixed = (kept.state, kept.fixed) if kept else (None, ())
         if [ref() for ref in self.fixed] != [*fixed]:
             self.known.clear()
-            self.fixed, self.settled = [weakref.ref(each) for each in fixed], None
+            self.settled.clear()
+            self.fixed = [weakref.ref(each) for each in fixed]  # weakly: caches are large
 
     def __call__(self, extent: int) -> Any:
         """-> what `work` gives, in tensors that the next call may write over."""
-        if self.how is None or self.kept is None:
+        if self.how is None or self.holders is None:
             return self.work(extent)
-        extent, state = min(max(LEAST, 1 << (extent - 1).bit_length()), self.most), State(self.kept.state)
-        now, graph = (extent, state.form), self.known.get(extent)
-        if (graph is None or graph.state.form != state.form) and self.settled == now:
+        extent, state = min(max(LEAST, 1 << (extent - 1).bit_length()), self.most), State(self.holders)
+        graph = self.known.get(extent)
+        if (graph is None or graph.state.form != state.form) and self.settled.get(extent) == state.form:
             graph = self._record(extent, state)
         if graph is not None and graph.state.form == state.form:
             return self._play(graph, state)
-        outputs = self.work(extent)
-        self.settled = now if State(self.kept.state).form == state.form else None
+        outputs = self.work(extent)  # the first steps after a prompt may find other shapes than all others
+        self.settled[extent] = state.form if State(self.holders).form == state.form else None
         return outputs
 
     def _record(self, extent: int, state: State) -> _Graph | None:
@@ -66,11 +69,12 @@ class StepGraphs:
         assert self.how is not None
         before = {place: x.clone() for place, x in state.tensors.items()}
         try:
-            replay, outputs = record(work, self.how)
+            replay, outputs = record(work, self.how, lambda: state.take(before))
             self.known[extent] = _Graph(state, marks, replay, outputs)
             return self.known[extent]
         except (RuntimeError, TypeError) as fault:
             self.how = None
+            self.known.clear()
             warnings.warn(f"the steps of this run cannot be recorded as CUDA graphs: {fault}", stacklevel=3)
             return None
         finally:

@@ -130,6 +130,21 @@ def test_sampled_tokens_do_not_depend_on_the_batch(deep, folders, prompts):
         assert [turn.output_ids for turn in alone] == [turn.output_ids for turn in together]
 
 
+def test_a_head_may_change_between_answers(folders):
+    """On the CPU it drafts from a packing of its weights."""
+    target = tiny.load(dtype="float32", device="cpu", layers=4)
+    drafter = Eagle(target, ckpt=folders["eagle3"])
+    drafter.reserve(1, 20, 8)
+    packed = drafter.forward.block
+    for change in (None, drafter.head.midlayer.mlp.down_proj.weight, drafter.head.fc.weight):
+        if change is not None:
+            change.data = 2 * change.data
+        features = torch.zeros(1, 3, 3 * target.model.config.hidden_size)
+        drafter.extend([0], torch.tensor([[1, 2, 3]]), torch.tensor([3]), features)
+        assert (drafter.forward.block is packed) == (change is None)
+        packed = drafter.forward.block
+
+
 def test_long_prompts_are_fed_in_chunks(deep, folders, prompts, answers, monkeypatch):
     monkeypatch.setattr(drafter_file, "PREFILL_CHUNK", 5)
     for name in ("eagle3", "window"):

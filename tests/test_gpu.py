@@ -50,7 +50,14 @@ def test_on_a_gpu_steps_are_recorded_and_launched_in_turns(gpu, target, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [("shap=x", "shap is unknown"), ("tokens=1", "whole number"), ("shape=x", "x is")]
+    ("given", "said"),
+    [
+        ("shap=x", "shap is unknown"),
+        ("tokens=1", "at least 2"),
+        ("length=abc", "number of tokens"),
+        ("rounds=²", "at least 1"),
+        ("shape=x", "x is"),
+    ],
 )
 def test_mistakes_are_said_in_one_line(gpu, given, said):
     with pytest.raises(SystemExit, match=said):

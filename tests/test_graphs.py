@@ -25,7 +25,7 @@ class Recorder:
     def __init__(self):
         self.recorded = self.replayed = 0
 
-    def __call__(self, work):
+    def __call__(self, work, rewind):
         self.recorded += 1
         with Tape() as tape:
             outputs = work()
@@ -165,7 +165,7 @@ def test_a_recorded_pass_asks_the_host_nothing():
 
 
 def test_what_cannot_be_recorded_is_run_as_it_is():
-    def fails(work):
+    def fails(work, rewind):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     model, plain = adapt("llama"), adapt("llama", HFModel)

@@ -156,7 +156,7 @@ def test_a_step_asks_the_host_nothing(
 ):
     asks = Asks()
 
-    def how(work):
+    def how(work, rewind):
         passes = deep.recorder.replayed
         with asks:
             work()
@@ -191,8 +191,8 @@ def test_the_watch_sees_what_it_looks_for():
 def test_where_recording_fails_the_steps_go_on(deep, prompts, drafters, recorded, monkeypatch):
     """Nothing is left of the attempts."""
 
-    def how(work):
-        work(), work()
+    def how(work, rewind):
+        work(), rewind(), work()
         raise RuntimeError("operation not permitted when stream is capturing")
 
     given = {"drafter": drafters["eagle3"], "policy": trees()["dynamic"], "batch": 2, "budget": BUDGET}

@@ -102,7 +102,7 @@ class FastEagle:
             state = normed if c.norm_before_residual else state
         else:
             inputs = state = head.fc(torch.cat([embedded, state], -1))
-        angles = positions[..., None] * layer.self_attn.frequencies.to(state.device)
+        angles = positions[..., None] * self.frequencies
         turn = turned(angles.cos().to(state.dtype), angles.sin().to(state.dtype))
         dense = torch.zeros(mask.shape, dtype=state.dtype, device=state.device).masked_fill_(~mask, -torch.inf)
         where, rows, slots = cache.targets()
@@ -112,8 +112,9 @@ class FastEagle:
     def follow(self) -> None:
         """As `FastForward`'s."""
         layer, c = self.head.midlayer, self.head.config
-        now = states(layer)
+        now = states(self.head)
         if now != self.seen:
+            self.frequencies = layer.self_attn.frequencies.to(self.head.fc.weight.device)
             block = Block.of(layer, c.num_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, c.rms_norm_eps, True)
             self.block, self.seen = scripted(block), now
 
