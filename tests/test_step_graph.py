@@ -149,8 +149,10 @@ class Asks(Watch):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
-@pytest.mark.parametrize(("name", "tree", "draw", "rule", "heat"), CASES)
+@pytest.mark.parametrize(
+    ("name", "tree", "draw", "rule", "heat", "kernels"),
+    [(*case, ("torch", "triton")[number % 2]) for number, case in enumerate(CASES)],
+)
 def test_a_step_asks_the_host_nothing(
     deep, prompts, drafters, recorded, monkeypatch, kernels, name, tree, draw, rule, heat
 ):
