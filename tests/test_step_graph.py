@@ -194,7 +194,13 @@ def test_where_recording_fails_the_steps_go_on(deep, prompts, drafters, recorded
     """Nothing is left of the attempts."""
 
     def how(work, rewind):
-        work(), rewind(), work()
+        length = MADE[-1].holders[0].length
+        before = length.clone()
+        work()
+        assert not torch.equal(length, before)
+        rewind()
+        assert torch.equal(length, before), "the next one goes from where the first did"
+        work()
         raise RuntimeError("operation not permitted when stream is capturing")
 
     given = {"drafter": drafters["eagle3"], "policy": trees()["dynamic"], "batch": 2, "budget": BUDGET}
