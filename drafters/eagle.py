@@ -56,6 +56,8 @@ class Eagle(Drafter):
         self.features = torch.zeros(
             batch, 1, width, dtype=self.dtype, device=self.device
         )  # theirs, [B, due or more, F]
+        self.later: list[tuple[Tensor, Tensor]] = []  # the same of steps since then in which nobody asked
+        self.waiting = 0  # the width of those
         self.states = torch.zeros(batch, slots, c.hidden_size, dtype=self.dtype, device=self.device)  # by draft slot
         self.asked = False
 
@@ -66,6 +68,7 @@ class Eagle(Drafter):
         here, features = torch.tensor(list(rows), device=self.device), features.to(self.dtype)
         self.features[here, 0] = features[torch.arange(len(rows), device=self.device), length - 1]
         self.due[here] = 1
+        self.later = [(feature, count.index_fill(0, here, 0)) for feature, count in self.later]
         for begin in range(0, tokens.shape[1] - 1, PREFILL_CHUNK):
             following = tokens[:, begin + 1 : begin + 1 + PREFILL_CHUNK]
             width = following.shape[1]
@@ -91,6 +94,7 @@ class Eagle(Drafter):
     def _root(self, step: Step) -> Tensor:
         """Make the entries that are due, the root's last -> its state [B, 1, H]"""
         self.asked = True
+        self._join()
         width = int(self.due.max()) if may_ask(self.device) else self.features.shape[1]
         first = (step.length - self.due).clamp(min=0)
         position = first[:, None] + torch.arange(width, device=self.device)
@@ -130,20 +134,29 @@ class Eagle(Drafter):
     @torch.inference_mode()
     def commit(self, step: Step, tree: Tree, verdict: Verdict, features: Tensor | None) -> None:
         assert features is not None
-        path = verdict.path[:, : tree.tokens.shape[1]].clamp(min=0)
-        features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1])).to(self.dtype)
-        fresh = verdict.length.clamp(min=1)
-        if not self.asked and self.features.shape[1] + path.shape[1] <= MOST_DUE:
-            features, fresh = self._behind(features, step.live), torch.where(step.live, self.due + fresh, 1)
-        elif not self.asked:
+        if (nodes := tree.tokens.shape[1]) > 1:
+            path = verdict.path[:, :nodes].clamp(min=0)
+            features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
+        features, width = features.to(self.dtype), features.shape[1]
+        if not self.asked and self.features.shape[1] + self.waiting + width <= MOST_DUE:
+            self.later.append((features, verdict.length))
+            self.waiting += width
+            return
+        if not self.asked:
             self._root(step)
-        self.features, self.due, self.asked = features, fresh, False
+        self.features, self.due, self.asked = features, verdict.length.clamp(min=1), False
 
     def kept(self) -> Kept:
         return Kept((self,), (self.cache, self.forward.block))
 
-    def _behind(self, features: Tensor, live: Tensor) -> Tensor:
-        """Nobody asked in this step, so what was due still is: `features` [B, P, F] behind those."""
-        place = torch.where(live, self.due, 0)[:, None] + torch.arange(features.shape[1], device=self.device)
-        room = torch.nn.functional.pad(self.features, (0, 0, 0, features.shape[1]))
-        return room.scatter(1, place[..., None].expand(-1, -1, features.shape[-1]), features)
+    def _join(self) -> None:
+        """Let all that waits be due: the features of each row's entries without gaps, in order."""
+        if not self.later:
+            return
+        all_of_them = [(self.features, self.due), *self.later]
+        there = [torch.arange(f.shape[1], device=self.device) < count[:, None] for f, count in all_of_them]
+        first = torch.cat(there, 1).sort(dim=1, descending=True, stable=True).indices
+        features = torch.cat([f for f, _ in all_of_them], 1)
+        self.features = features.gather(1, first[..., None].expand_as(features))
+        self.due = torch.stack([count for _, count in all_of_them]).sum(0)
+        self.later, self.waiting = [], 0

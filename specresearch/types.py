@@ -117,7 +117,7 @@ class Tree:
 @dataclass(frozen=True)
 class TargetOutput:
     logits: Tensor  # [B, N, V]
-    features: Tensor | None = None  # [B, N, F]
+    features: Tensor | None = None  # [B, N, F]; a drafter may hold on to them
 
 
 @dataclass(frozen=True)

@@ -177,15 +177,15 @@ def test_steps_in_which_nobody_asked_leave_no_gap(deep, folders, prompts, answer
             return super().grow(step, ask) if self.turn % 3 == 0 else Tree.of_root(step)
 
     drafter = watched(deep, folders["eagle3"], prompts, answers)
-    drafter.may_read = reads
+    monkeypatch.setattr(drafter_file, "may_ask", lambda device: reads)
     turns = decode(deep, prompts, drafter=drafter, policy=Moody(widths=[2, 2], temperature=0), batch=2, budget=14)
     assert [turn.output_ids for turn in turns] == answers
     check(drafter, deep)
 
 
-def test_without_device_reads_the_widest_feed_is_right_too(deep, folders, prompts, answers):
+def test_without_device_reads_the_widest_feed_is_right_too(deep, folders, prompts, answers, monkeypatch):
+    monkeypatch.setattr(drafter_file, "may_ask", lambda device: False)
     drafter = watched(deep, folders["eagle3"], prompts, answers)
-    drafter.may_read = False
     turns = decode(deep, prompts, drafter=drafter, policy=trees()["dynamic"], batch=2, budget=10)
     assert [turn.output_ids for turn in turns] == [answer[:10] for answer in answers]
     check(drafter, deep)

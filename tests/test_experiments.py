@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,14 @@ from spec_bench_lines import questions, write
 from tiny_heads import eagle_head
 
 import specresearch
+from specresearch.decode import Job, Parts
+from specresearch.drafters.none import NoDrafter
 from specresearch.models.checkpoints import save_head
 from specresearch.run import Run
+from specresearch.sampling import Sampler
+from specresearch.trees.static import StaticTree
+from specresearch.types import UserError
+from specresearch.verifiers.greedy import Greedy
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -19,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def experiment(name):
     """The script, as `python experiments/NAME.py` runs it: with its own folder on the path."""
     spec = importlib.util.spec_from_file_location(f"{name}_experiment", ROOT / "experiments" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(ROOT / "experiments"))
     try:
         spec.loader.exec_module(module)
@@ -138,7 +145,7 @@ def load(name, monkeypatch):
     """An experiment as it is when run: its neighbours can be imported."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
     spec = importlib.util.spec_from_file_location(f"{name}_experiment", ROOT / "experiments" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -182,3 +189,28 @@ def test_sweeps_are_read(tmp_path, monkeypatch, capsys):
         module.main("unused", module.show, [str(folder)])
         rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("|")]
         assert len(rows) == 4
+
+
+def test_drafts_that_are_always_wrong_are_timed_step_by_step(arguments, capsys):
+    script = experiment("fallback")
+    with pytest.raises(SystemExit) as ended:
+        script.main(["drafters=ngram,eagle", "repeats=2", *arguments[2:]])
+    assert ended.value.code == 0
+    head, _, *rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if "|" in line]
+    assert [row[0] for row in rows] == ["ngram", "eagle"]
+    for cells in (dict(zip(head, row)) for row in rows):
+        drafted, steps = map(int, cells["steps with a draft"].split(" of "))
+        assert 0 < steps <= 7 * 7 and drafted <= steps, "seven more answers of eight tokens; the first is the prompt's"
+        assert int(cells["accepted"]) == 0 and all(float(cells[name]) > 0 for name in ("first question", "the others"))
+
+
+def test_an_answer_that_drafts_changed_is_no_measurement(target):
+    script = experiment("fallback")
+    parts = Parts(target, NoDrafter(target), StaticTree(temperature=0, parents=[-1]), Greedy(), Sampler())
+    modes = script.decoders(parts, 40)
+    found = script.answer(modes, Job(0, "", 0, [65, 66, 67], 6), "plain")
+    assert all((spent.tokens, spent.steps, spent.asked) == (5, 5, 0) and spent.seconds > 0 for spent in found.values())
+    modes["auto"].parts.sampler.logit_bias = {7: 1e4}  # the plain one has parts of its own
+    modes["plain"].parts = replace(modes["plain"].parts, sampler=Sampler())
+    with pytest.raises(UserError, match="answered differently"):
+        script.answer(modes, Job(1, "", 0, [65, 66, 67], 6), "auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -49,29 +50,35 @@ class AutoTree(DynamicTree):
             raise UserError(f"tree.draft_cost={draft_cost}: use 0 or a positive number")
         super().__init__(depth=depth, topk=topk, size=size, temperature=temperature, draw=draw)
         self.cost = {n: t / cost[1] for n, t in cost.items()} if cost else {1: 1.0}
+        self.passes: dict[int, float] = {}  # `_pass`, as far as it was asked for
         self.measures, self.draft_cost = cost is None, draft_cost
         self.unit = 0.0  # seconds of a pass over one node; 0: not measured
-        self.level_seconds: deque[float] = deque([0.0], maxlen=31)
+        # The first ones are slow, since kernels are made ready: until there are three more, levels are taken for free.
+        self.level_seconds: deque[float] = deque([0.0] * 3, maxlen=31)
         self.evidence, self.plan = _Evidence(depth), NOTHING
         self.rows = 1  # live ones of the step under way
         self.began: float | None = None  # its last level
 
     def prepare(self, seconds: Callable[[int], float]) -> None:
         if self.measures:
-            self.cost = measured_cost(seconds, self.size)
+            self.cost, self.passes = measured_cost(seconds, self.size), {}
         if self.draft_cost is None:
             self.unit = seconds(1)
 
     def grow(self, step: Step, ask: Ask) -> Tree:
         self.asked_levels, self.began = 0, None
         tree = super().grow(step, ask)
+        if not self.asked_levels:
+            self.plan = NOTHING
+            return tree
         worth = torch.where(tree.valid & step.live[:, None], tree.score.double().exp(), 0.0)
         promised = worth.new_zeros(self.depth + 1).index_add(0, tree.depth.flatten(), worth.flatten())
         self.plan = _Plan(self.asked_levels, tree.tokens.shape[1], promised)
         return tree
 
     def goes_on(self, step: Step, depth: int, total: Tensor) -> bool:
-        reached = torch.where(step.live, total.exp().sum(1).clamp(max=1), 0.0).sum().item()
+        reach = step.live if depth == 0 else torch.where(step.live, total.exp().sum(1).clamp(max=1), 0.0)
+        reached = sum(reach.tolist())
         if self.began is not None:  # the number above waited for the level
             self.level_seconds.append(time.perf_counter() - self.began)
         else:
@@ -92,11 +99,10 @@ class AutoTree(DynamicTree):
 
     def observe(self, verdict: Verdict, seconds: float) -> None:
         plan, self.plan = self.plan, NOTHING
-        known = [] if plan.promised is None else [plan.promised]
-        read = torch.cat([verdict.length.double(), *known]).tolist()
         count = verdict.length.shape[0]
+        read = (verdict.length if plan.promised is None else torch.cat([verdict.length, plan.promised])).tolist()
         lengths, promised = [round(n) for n in read[:count] if n], read[count:]
-        spent = self._pass(len(lengths) * plan.size) + plan.levels * self._level()
+        spent = self._pass(len(lengths) * plan.size) + (plan.levels * self._level() if plan.levels else 0.0)
         self.evidence.add(lengths, plan.levels, promised, spent)
 
     def _rate(self) -> float:
@@ -105,20 +111,17 @@ class AutoTree(DynamicTree):
 
     def _pass(self, nodes: int) -> float:
         """Time of a pass over so many nodes, in passes over one; beyond what was measured it goes on straight."""
-        sizes = sorted(self.cost)
-        if nodes <= sizes[-1] or len(sizes) == 1:
-            return interpolate(self.cost, nodes)
-        a, b = sizes[-2:]
-        return self.cost[b] + (self.cost[b] - self.cost[a]) / (b - a) * (nodes - b)
+        if nodes not in self.passes:
+            a, b = sorted(self.cost)[-2:] if len(self.cost) > 1 else (0, 1)
+            slope = (self.cost[b] - self.cost.get(a, self.cost[b])) / (b - a)
+            self.passes[nodes] = interpolate(self.cost, nodes) + slope * max(nodes - b, 0)
+        return self.passes[nodes]
 
     def _level(self) -> float:
         """Time of one level of drafting, in passes over one node."""
         if self.draft_cost is not None:
             return self.draft_cost
-        usual = sorted(self.level_seconds)[
-            len(self.level_seconds) // 4
-        ]  # the first ones are slow: kernels are made ready
-        return usual / self.unit if self.unit else 0.0
+        return statistics.median(self.level_seconds) / self.unit if self.unit else 0.0
 
 
 @dataclass(frozen=True)
@@ -137,16 +140,17 @@ class _Evidence:
     """What came of the steps so far, by depth: sums that fade."""
 
     def __init__(self, depth: int):
-        self.sums = torch.zeros(4, depth + 1, dtype=torch.float64)  # promised, accepted of it; asked, accepted
+        self.sums = [[0.0] * (depth + 1) for _ in range(4)]  # promised, accepted of it; asked, accepted
         self.tokens = self.time = 0.0
 
     def add(self, lengths: Sequence[int], levels: int, promised: Sequence[float], spent: float) -> None:
         self.tokens, self.time = FADING * self.tokens + sum(lengths), FADING * self.time + spent
-        self.sums *= FADING
+        self.sums = [[FADING * x for x in row] for row in self.sums]
         for depth in range(1, levels + 1):
             asked, taken = (sum(n >= least for n in lengths) for least in (depth, depth + 1))
             kept = promised[depth] > 0
-            self.sums[:, depth] += torch.tensor([promised[depth], taken * kept, asked, taken])
+            for row, more in zip(self.sums, (promised[depth], taken * kept, asked, taken)):
+                row[depth] += more
 
     def trust(self, depth: int) -> float:
         """How much of the probability promised at this depth is accepted; 1 for the root."""
@@ -159,7 +163,7 @@ class _Evidence:
     def _share(self, sums: int, depth: int) -> float:
         """Without evidence of its own, a depth is as good as the one above it."""
         share = 1.0
-        for hoped, come in self.sums[sums : sums + 2, 1 : depth + 1].T.tolist():
+        for hoped, come in zip(self.sums[sums][1 : depth + 1], self.sums[sums + 1][1 : depth + 1]):
             share = (come + BELIEF * share) / (hoped + BELIEF)
         return share
 

@@ -45,13 +45,16 @@ class DynamicTree(TreePolicy):
 
     def grow(self, step: Step, ask: Ask) -> Tree:
         batch, device = step.root.shape[0], step.root.device
+        total = torch.zeros(batch, 1, device=device)
+        if not self.goes_on(step, 0, total):
+            return Tree.of_root(step)
         growth = Growth(step, ask, self.depth)
         # Candidates carry flat numbers, the root's is 0; a child's number is always above its parent's.
-        tokens, totals, parents, levels = [step.root[:, None]], [torch.zeros(batch, 1, device=device)], [], [0]
-        parents.append(torch.full((batch, 1), -1, device=device))
-        frontier, total = torch.zeros(batch, 1, dtype=torch.long, device=device), totals[0]
+        tokens, totals, parents, levels = [step.root[:, None]], [total], [], [0]
+        frontier = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        parents.append(frontier - 1)
         slots, heads = frontier, tokens[0]  # of the frontier: draft slots and tokens
-        while self.goes_on(step, levels[-1], total):
+        while levels[-1] == 0 or self.goes_on(step, levels[-1], total):
             score, q = growth.root() if levels[-1] == 0 else growth.expand(slots, heads)
             start = growth.depth.shape[1] - frontier.shape[1]  # draft slot of the frontier's first node
             child, logp = growth.children(score, q, self.topk, self.draw)
@@ -63,8 +66,6 @@ class DynamicTree(TreePolicy):
             best = _best(totals[-1], self.topk)
             frontier, slots, heads = first + best, start + best // width, tokens[-1].gather(1, best)
             total = totals[-1].gather(1, best)
-        if levels[-1] == 0:
-            return Tree.of_root(step)
         return self._prune(torch.cat(tokens, 1), torch.cat(totals, 1), torch.cat(parents, 1), levels, step)
 
     def goes_on(self, step: Step, depth: int, total: torch.Tensor) -> bool:
