@@ -32,9 +32,9 @@ def test_the_packed_weight_follows_the_weight():
         torch.testing.assert_close(layer(x), x @ layer.weight.t() + layer.bias)
         layer.weight = nn.Parameter(torch.randn(5, 3))
         torch.testing.assert_close(layer(x), x @ layer.weight.t() + layer.bias)
-        first = layer.packed.weight
+        first = layer.packed.product
         layer(x)
-        assert layer.packed.weight is first
+        assert layer.packed.product is first
         torch.testing.assert_close(copy.deepcopy(layer)(x), layer(x))
 
 

@@ -1,5 +1,6 @@
-"""Products of few rows with large matrices on a CPU, on weights that are packed once: by oneDNN in float32; by FBGEMM where
-half precision holds the weights, which halves the bytes to read. The arithmetic is float32 in both."""
+"""Products of few rows with large matrices on a CPU, on weights that are packed once: by oneDNN in float32; by our kernel
+(`kernels.half`) or else FBGEMM where half precision holds the weights, which halves the bytes to read. The arithmetic is
+float32 in all."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from specresearch.kernels import half
 
 PACKED = 8  # rows that the packing is made for; it serves all numbers of rows
 MOST = 4 << 30  # bytes of a model that are held twice; a larger one keeps the plain product
@@ -25,32 +28,26 @@ class Packed:
     """
 
     seen: list[tuple[int, int] | None] | None = None
-    half: bool  # precision of the packed weight
-    weight: Any
-    bias: Tensor | None
+    product: nn.Module
 
     def __call__(self, x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
         """x [..., in] -> the layers' outputs side by side [..., sum of out]"""
-        self.follow(layers)
-        if self.half:
-            return torch.ops.quantized.linear_dynamic_fp16(x, self.weight)
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-
-    def follow(self, layers: Sequence[nn.Linear]) -> None:
         now = [_state(tensor) for layer in layers for tensor in layer._parameters.values()]
         if now != self.seen:
-            self.half = HALF and all(getattr(layer, "holds_half", False) for layer in layers)
-            self._pack(layers, self.half)
-            self.seen = now
+            self.product, self.seen = packed(layers), now
+        return self.product(x)
 
-    def _pack(self, layers: Sequence[nn.Linear], half: bool) -> None:
-        weight = torch.cat([layer.weight.detach() for layer in layers])
-        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        self.bias = torch.cat(biases) if biases else None
-        if half:
-            self.weight = torch.ops.quantized.linear_prepack_fp16(weight, self.bias)
-        else:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED)
+
+def packed(layers: Sequence[nn.Linear]) -> nn.Module:
+    """The layers' product, with their weights as they are now."""
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    if not (HALF and all(getattr(layer, "holds_half", False) for layer in layers)):
+        return Single(torch.ops.mkldnn._reorder_linear_weight(weight, PACKED), bias)
+    if half.serves():
+        return Half(*half.pack(weight, bias), len(weight))
+    return Quantized(torch.ops.quantized.linear_prepack_fp16(weight, bias))
 
 
 def _state(tensor: Tensor | None) -> tuple[int, int] | None:
@@ -104,6 +101,17 @@ class Joined:
 
 
 class Half(nn.Module):
+    """Our kernel's product, as a part that TorchScript takes."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, out: int):
+        super().__init__()
+        self.weight, self.bias, self.out = weight, bias, out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.specresearch.half_linear(x, self.weight, self.bias, self.out)
+
+
+class Quantized(nn.Module):
     """FBGEMM's product, as a part that TorchScript takes."""
 
     def __init__(self, weight: Any):
@@ -145,9 +153,7 @@ def product(*layers: nn.Linear) -> nn.Module:
     ours = all(isinstance(layer, Linear) and not layer._forward_hooks for layer in layers)
     if not (ours and AVAILABLE and all(_single(layer.weight) for layer in layers)):
         return Apart(layers)
-    packed = Packed()
-    packed.follow(layers)
-    return Half(packed.weight) if packed.half else Single(packed.weight, packed.bias)
+    return packed(layers)
 
 
 def _single(weight: Tensor) -> bool:

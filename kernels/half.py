@@ -1,0 +1,79 @@
+"""Few rows times a matrix that half precision holds, summed in float32, on x86 CPUs: half.cpp, compiled where first wanted.
+
+Where it cannot be compiled, or `kernels=torch` asks for torch's own, FBGEMM's product serves (`models.linear`), which reads
+such matrices at half the speed of memory and rounds a row differently with other rows beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils import cpp_extension
+
+from specresearch.folders import cache_dir
+from specresearch.kernels.backend import chosen
+
+SOURCE = Path(__file__).with_name("half.cpp")
+FLAGS = ("-O3", "-std=c++17", "-mavx2", "-mfma", "-mf16c", "-fopenmp", "-shared", "-fPIC")
+TILE, LANES = 4, 8  # outputs and inputs that lie together
+
+
+def serves() -> bool:
+    """Whether the product may be asked for: compiles it, once a machine (about 20 s)."""
+    return chosen() != "torch" and _loaded()
+
+
+def pack(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """weight [out, in], bias [out] -> the form that `half_linear` reads: [out / 4, in / 8, 4, 8], filled up with zeros"""
+    out, width = weight.shape
+    weight = torch.nn.functional.pad(weight.half(), (0, -width % LANES, 0, -out % TILE))
+    packed = weight.view(-1, TILE, weight.shape[1] // LANES, LANES).transpose(1, 2).contiguous()
+    return packed, None if bias is None else torch.nn.functional.pad(bias, (0, -out % TILE))
+
+
+def half_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: int) -> Tensor:
+    """x [..., in] float32, what `pack` gave, and the number of outputs -> [..., out]. Only where it `serves`."""
+    return torch.ops.specresearch.half_linear(x, weight, bias, out)
+
+
+@cache
+def _loaded() -> bool:
+    if sys.platform != "linux" or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return False
+    try:
+        torch.ops.load_library(_compiled())
+    except FileNotFoundError as fault:
+        reason = f"there is no {fault.filename} to compile it (install a C++ compiler, e.g. g++)"
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as fault:
+        words = fault.stderr if isinstance(fault, subprocess.CalledProcessError) else str(fault)
+        reason = next((line for line in words.splitlines() if "error" in line), words.strip())[:200]
+    else:
+        return True
+    print(f"kernels/half.cpp cannot be used, so passes take longer: {reason}", file=sys.stderr)
+    return False
+
+
+def _compiled() -> Path:
+    """The library for this source and this torch. Written aside first, so that processes do not meet half of one."""
+    compiler = cpp_extension.get_cxx_compiler()
+    include = [word for folder in cpp_extension.include_paths() for word in ("-isystem", folder)]
+    link = [f"-L{folder}" for folder in cpp_extension.library_paths()]
+    command = [compiler, *FLAGS, *include, str(SOURCE), *link, "-lc10", "-ltorch_cpu"]
+    key = hashlib.sha256(repr((SOURCE.read_bytes(), command, torch.__version__)).encode()).hexdigest()[:16]
+    path = cache_dir() / f"half-{key}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        print("compiling kernels/half.cpp, once for this torch (about 20 s)", file=sys.stderr)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            made = Path(scratch) / path.name
+            subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True)
+            os.replace(made, path)
+    return path
