@@ -90,7 +90,7 @@ def test_wheel_holds_everything_and_works_from_elsewhere(tmp_path):
         "import sys, specresearch; sys.path = [p for p in sys.path if p];"
         f"assert specresearch.__file__.startswith({str(site)!r}), specresearch.__file__;"
         "import specresearch.kernels.tree, specresearch.drafters.ngram, specresearch.verifiers.rejection;"
-        "from specresearch.kernels import half; assert half.SOURCE.exists();"
+        "from specresearch.kernels import cpu; assert cpu.SOURCE.exists();"
         "e = specresearch.engine('target=tiny', 'drafter=ngram', 'tracker=none', 'max_new_tokens=4');"
         "assert len(e.generate('hello').ids) == 4;"
         "import importlib.util as u; spec = u.find_spec('kernels'); assert spec is None or spec.origin is None;"

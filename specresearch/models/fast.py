@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specresearch.kernels import cpu
 from specresearch.kernels.attention import folds, on_torch, tree_attention
 from specresearch.models.cache import SlotCache
 from specresearch.models.eagle import EagleHead
@@ -43,6 +44,7 @@ class FastForward:
         self.sizes = first.q_proj.out_features // width, first.k_proj.out_features // width, width
         self.eps = float(base.norm.variance_epsilon)
         self.seen = list[Any]()
+        self.norm: Any = None
         self.stack: Any = None
         self.script: Any = None
 
@@ -68,7 +70,7 @@ class FastForward:
         stack = self.script if view.dense is not None else self.stack
         streams = stack(x, *turn, where, *slots, rows, view.words, view.length, view.dense)
         kept: dict[Tap, Tensor] = dict(enumerate(streams))
-        kept["norm"] = norm(streams[-1], self.final.weight, self.final.variance_epsilon)
+        kept["norm"] = self.norm(streams[-1])
         features = torch.cat([kept[tap] for tap in taps], -1) if taps else None
         asked = (
             kept["norm"] if keep is None else kept["norm"][torch.arange(len(keep), device=keep.device), keep][:, None]
@@ -81,6 +83,7 @@ class FastForward:
         now = [each for part in (self.theirs, self.embed, self.final, self.head) for each in states(part)]
         if now != self.seen:
             self.seen = now
+            self.norm = norm_of(self.final.weight, self.eps)
             self.stack = Stack(Block.of(b, *self.sizes, b.self_attn.scaling, self.eps) for b in self.theirs)
             self.script = scripted(self.stack)
 
@@ -127,12 +130,10 @@ class Block(nn.Module):
         shared: int  # heads of K and V
         width: int
         scale: float
-        eps: float
-        raised: bool  # norms are computed in float32
-        before: Tensor | None
-        between: Tensor
-        query_norm: Tensor | None
-        key_norm: Tensor | None
+        before: nn.Module
+        between: nn.Module
+        query_norm: nn.Module | None
+        key_norm: nn.Module | None
 
     def __init__(self, qkv: nn.Module, out: nn.Module, gate_up: nn.Module, down: nn.Module):
         super().__init__()
@@ -148,14 +149,11 @@ class Block(nn.Module):
             product(mlp.gate_proj, mlp.up_proj),
             product(mlp.down_proj),
         )
-        own.heads, own.shared, own.width, own.scale, own.eps = heads, shared, width, scale, eps
-        own.raised = not eagle
-        own.before, own.between = (
-            None if eagle else block.input_layernorm.weight,
-            block.post_attention_layernorm.weight,
-        )
+        own.heads, own.shared, own.width, own.scale = heads, shared, width, scale
+        own.before = nn.Identity() if eagle else norm_of(block.input_layernorm.weight, eps)
+        own.between = norm_of(block.post_attention_layernorm.weight, eps, raised=not eagle)
         norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        own.query_norm, own.key_norm = (None if n is None else n.weight for n in norms)
+        own.query_norm, own.key_norm = (None if n is None else norm_of(n.weight, eps, raised=not eagle) for n in norms)
         return own
 
     def forward(
@@ -177,16 +175,11 @@ class Block(nn.Module):
         """What is read [R, q, in] and the stream [R, q, H] -> the stream [R, q, H]. `keys` and `values` [heads, slots, width]
         take K and V at slots `where` [R * q]; `seen_keys` and `seen_values` [B, heads, S, width] are what the rows then
         show, or those of them that `rows` [R] names."""
-        before, query_norm, key_norm = self.before, self.query_norm, self.key_norm
-        mixed = self.qkv(x if before is None else self._norm(x, before)).unflatten(-1, [-1, self.width])
+        mixed = self.qkv(self.before(x)).unflatten(-1, [-1, self.width])
         both = self.heads + self.shared
         pair = mixed[:, :, :both]  # of [R, q, heads, width]
-        if query_norm is not None and key_norm is not None:
-            normed = (
-                self._norm(pair[:, :, : self.heads], query_norm),
-                self._norm(pair[:, :, self.heads :], key_norm),
-            )
-            pair = torch.cat(normed, 2)
+        if self.query_norm is not None and self.key_norm is not None:
+            pair = torch.cat([self.query_norm(pair[:, :, : self.heads]), self.key_norm(pair[:, :, self.heads :])], 2)
         pair = pair * cos + pair.roll(self.width // 2, -1) * sin  # rounds as transformers' own
         keys.index_copy_(1, where, pair[:, :, self.heads :].flatten(0, 1).transpose(0, 1))
         values.index_copy_(1, where, mixed[:, :, both:].flatten(0, 1).transpose(0, 1))
@@ -199,11 +192,8 @@ class Block(nn.Module):
         else:
             attended = tree_attention(query, seen_keys, seen_values, words, length, self.scale, dense)
         x = residual + self.out(attended.flatten(2))
-        gate, up = self.gate_up(self._norm(x, self.between)).chunk(2, -1)
+        gate, up = self.gate_up(self.between(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return norm(x, weight, self.eps) if self.raised else torch.rms_norm(x, [x.shape[-1]], weight, self.eps)
 
 
 class Stack(nn.Module):
@@ -242,9 +232,33 @@ def turned(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([cos, cos], -1)[:, :, None], torch.cat([-sin, sin], -1)[:, :, None]
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As transformers does it: in float32, whatever the model's type, but for the weight."""
-    return weight * torch.rms_norm(x.float(), [x.shape[-1]], None, eps).to(x.dtype)
+def norm_of(weight: Tensor, eps: float, raised: bool = True) -> nn.Module:
+    """RMSNorm as transformers does it: in float32, whatever the model's type, but for the weight; or, not `raised`, all in the
+    model's type, as torch does it."""
+    if weight.dtype == torch.float32 and weight.device.type == "cpu" and cpu.serves():
+        return CompiledNorm(weight, eps)
+    return RaisedNorm(weight, eps) if raised else Norm(weight, eps)
+
+
+class Norm(nn.Module):
+    def __init__(self, weight: Tensor, eps: float):
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.rms_norm(x, [x.shape[-1]], self.weight, self.eps)
+
+
+class RaisedNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * torch.rms_norm(x.float(), [x.shape[-1]], None, self.eps).to(x.dtype)
+
+
+class CompiledNorm(Norm):
+    """In float32 both are this."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.specresearch.rms_norm(x, self.weight, self.eps)
 
 
 def scripted(module: nn.Module) -> Any:

@@ -1,5 +1,5 @@
 """Products of few rows with large matrices on a CPU, on weights that are packed once: by oneDNN in float32; by our kernel
-(`kernels.half`) or else FBGEMM where half precision holds the weights, which halves the bytes to read. The arithmetic is
+(`kernels.cpu`) or else FBGEMM where half precision holds the weights, which halves the bytes to read. The arithmetic is
 float32 in all."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specresearch.kernels import half
+from specresearch.kernels import cpu
 
 PACKED = 8  # rows that the packing is made for; it serves all numbers of rows
 MOST = 4 << 30  # bytes of a model that are held twice; a larger one keeps the plain product
@@ -45,8 +45,8 @@ def packed(layers: Sequence[nn.Linear]) -> nn.Module:
     bias = torch.cat(biases) if biases else None
     if not (HALF and all(getattr(layer, "holds_half", False) for layer in layers)):
         return Single(torch.ops.mkldnn._reorder_linear_weight(weight, PACKED), bias)
-    if half.serves():
-        return Half(*half.pack(weight, bias), len(weight))
+    if cpu.serves():
+        return Half(*cpu.pack(weight, bias), len(weight))
     return Quantized(torch.ops.quantized.linear_prepack_fp16(weight, bias))
 
 

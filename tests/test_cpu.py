@@ -1,4 +1,4 @@
-"""Our product with matrices that half precision holds: equal to the exact one, row by row, and dispensable."""
+"""What is compiled for CPUs: equal to what torch gives, row by row, and dispensable."""
 
 import subprocess
 
@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from specresearch.kernels import backend, half
+from specresearch.kernels import backend, cpu
 from specresearch.models import linear
 
-needed = pytest.mark.skipif(not half.serves(), reason="needs an x86 CPU with AVX2 and a C++ compiler")
+needed = pytest.mark.skipif(not cpu.serves(), reason="needs an x86 CPU with AVX2 and a C++ compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -25,35 +25,49 @@ def no_gradients():
 def test_equal_to_the_exact_product_and_a_row_to_itself_alone(out, width, bias):
     """Summed in float32, so that what is left is rounding; bit by bit the same with any rows beside it."""
     weight, bias = torch.randn(out, width).half().float(), torch.randn(out) if bias else None
-    packed, x = half.pack(weight, bias), torch.randn(200, width)
-    alone = torch.cat([half.half_linear(row[None], *packed, out) for row in x])
+    packed, x = cpu.pack(weight, bias), torch.randn(200, width)
+    alone = torch.cat([cpu.half_linear(row[None], *packed, out) for row in x])
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     torch.testing.assert_close(alone.double(), exact, rtol=0, atol=4e-6 * (1 + width**0.5))
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 96, 97, 98, 200):
-        assert torch.equal(half.half_linear(x[:rows], *packed, out), alone[:rows]), rows
-        assert torch.equal(half.half_linear(x[-rows:], *packed, out), alone[-rows:]), rows
+        assert torch.equal(cpu.half_linear(x[:rows], *packed, out), alone[:rows]), rows
+        assert torch.equal(cpu.half_linear(x[-rows:], *packed, out), alone[-rows:]), rows
 
 
 @needed
 def test_shapes_strides_and_threads_make_no_difference():
     weight, x = torch.randn(50, 16).half().float(), torch.randn(4, 6, 16)
-    packed, threads = half.pack(weight, None), torch.get_num_threads()
-    whole = half.half_linear(x, *packed, 50)
-    assert whole.shape == (4, 6, 50) and half.half_linear(x[:0], *packed, 50).shape == (0, 6, 50)
-    assert torch.equal(half.half_linear(x.transpose(0, 1), *packed, 50), whole.transpose(0, 1))
-    large, few = half.pack(torch.randn(9000, 64), None), torch.randn(5, 64)
-    before = half.half_linear(few, *large, 9000)
+    packed, threads = cpu.pack(weight, None), torch.get_num_threads()
+    whole = cpu.half_linear(x, *packed, 50)
+    assert whole.shape == (4, 6, 50) and cpu.half_linear(x[:0], *packed, 50).shape == (0, 6, 50)
+    assert torch.equal(cpu.half_linear(x.transpose(0, 1), *packed, 50), whole.transpose(0, 1))
+    large, few = cpu.pack(torch.randn(9000, 64), None), torch.randn(5, 64)
+    before = cpu.half_linear(few, *large, 9000)
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            assert torch.equal(half.half_linear(few, *large, 9000), before), "each sum is one thread's"
+            assert torch.equal(cpu.half_linear(few, *large, 9000), before), "each sum is one thread's"
     finally:
         torch.set_num_threads(threads)
 
 
 @needed
+@pytest.mark.parametrize("width", [576, 64, 13, 1])
+def test_the_norm_is_torchs(width):
+    x, weight = torch.randn(3, 5, width) * 7, torch.randn(width)
+    ours = cpu.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(ours, F.rms_norm(x, [width], weight, 1e-5))
+    assert torch.equal(cpu.rms_norm(x.transpose(0, 1), weight, 1e-5), ours.transpose(0, 1))
+    assert torch.equal(cpu.rms_norm(x[1, 2], weight, 1e-5), ours[1, 2]), "a row by itself"
+    assert torch.isfinite(cpu.rms_norm(x * 0, weight, 1e-5)).all()
+    for wrong in (weight.double(), weight[:-1], weight.repeat(2)):
+        with pytest.raises(RuntimeError):
+            cpu.rms_norm(x, wrong, 1e-5)
+
+
+@needed
 def test_what_is_no_packed_matrix_is_refused():
-    packed, _ = half.pack(torch.randn(8, 16), None)
+    packed, _ = cpu.pack(torch.randn(8, 16), None)
     x = torch.randn(2, 16)
     for wrong in (
         (x.double(), packed, None, 8),
@@ -64,7 +78,7 @@ def test_what_is_no_packed_matrix_is_refused():
         (x, packed, torch.zeros(7), 8),
     ):
         with pytest.raises(RuntimeError):
-            half.half_linear(*wrong)
+            cpu.half_linear(*wrong)
 
 
 def halved(out=12, width=24):
@@ -91,7 +105,7 @@ def test_layers_use_it_unless_torch_is_asked_for(monkeypatch):
         (FileNotFoundError(2, "No such file", "c++"), "no c++ to compile it"),
         (PermissionError(13, "Permission denied", "/cache"), "Permission denied"),
         (
-            subprocess.CalledProcessError(1, "c++", stderr="in file\nhalf.cpp:1: error: no such header\n"),
+            subprocess.CalledProcessError(1, "c++", stderr="in file\ncpu.cpp:1: error: no such header\n"),
             "no such header",
         ),
         (RuntimeError("undefined symbol"), "undefined symbol"),
@@ -101,17 +115,17 @@ def test_without_it_everything_goes_on_and_says_so_once(fault, says, monkeypatch
     def fails():
         raise fault
 
-    half._loaded.cache_clear()
-    monkeypatch.setattr(half, "_compiled", fails)
+    cpu._loaded.cache_clear()
+    monkeypatch.setattr(cpu, "_compiled", fails)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     try:
         layer, x = halved(), torch.randn(2, 24)
         torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
-        assert not half.serves() and not isinstance(layer.packed.product, linear.Half)
+        assert not cpu.serves() and not isinstance(layer.packed.product, linear.Half)
         (line,) = capsys.readouterr().err.splitlines()
-        assert "half.cpp cannot be used" in line and says in line
+        assert "cpu.cpp cannot be used" in line and says in line
     finally:
-        half._loaded.cache_clear()
+        cpu._loaded.cache_clear()
 
 
 @needed
@@ -122,11 +136,11 @@ def test_compiled_once_and_anew_for_another_source(tmp_path, monkeypatch):
         calls.append(command)
         open(command[-1], "wb").close()
 
-    monkeypatch.setattr(half.subprocess, "run", compile_)
-    monkeypatch.setattr(half, "cache_dir", lambda: tmp_path / "cache")
-    first = half._compiled()
-    assert half._compiled() == first and len(calls) == 1 and first.exists()
-    monkeypatch.setattr(half, "SOURCE", tmp_path / "other.cpp")
-    half.SOURCE.write_text("other")
-    assert half._compiled() != first and len(calls) == 2
+    monkeypatch.setattr(cpu.subprocess, "run", compile_)
+    monkeypatch.setattr(cpu, "cache_dir", lambda: tmp_path / "cache")
+    first = cpu._compiled()
+    assert cpu._compiled() == first and len(calls) == 1 and first.exists()
+    monkeypatch.setattr(cpu, "SOURCE", tmp_path / "other.cpp")
+    cpu.SOURCE.write_text("other")
+    assert cpu._compiled() != first and len(calls) == 2
     assert {path.suffix for path in first.parent.iterdir()} == {".so"}, "nothing half made is left"

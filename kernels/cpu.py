@@ -1,7 +1,8 @@
-"""Few rows times a matrix that half precision holds, summed in float32, on x86 CPUs: half.cpp, compiled where first wanted.
+"""What torch does slowly with few rows, on x86 CPUs: cpu.cpp, compiled where first wanted, about 20 s once a machine.
 
-Where it cannot be compiled, or `kernels=torch` asks for torch's own, FBGEMM's product serves (`models.linear`), which reads
-such matrices at half the speed of memory and rounds a row differently with other rows beside it.
+Where it cannot be compiled, or `kernels=torch` asks for torch's own, torch serves: FBGEMM's product with matrices that half
+precision holds (`models.linear`), which reads them at half the speed of memory and rounds a row differently with other rows
+beside it, and a norm of seven operators (`models.fast`).
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from torch.utils import cpp_extension
 from specresearch.folders import cache_dir
 from specresearch.kernels.backend import chosen
 
-SOURCE = Path(__file__).with_name("half.cpp")
+SOURCE = Path(__file__).with_name("cpu.cpp")
 FLAGS = ("-O3", "-std=c++17", "-mavx2", "-mfma", "-mf16c", "-fopenmp", "-shared", "-fPIC")
 TILE, LANES = 4, 8  # outputs and inputs that lie together
 
 
 def serves() -> bool:
-    """Whether the product may be asked for: compiles it, once a machine (about 20 s)."""
+    """Whether these may be asked for; compiles them if that was not done yet."""
     return chosen() != "torch" and _loaded()
 
 
@@ -40,8 +41,14 @@ def pack(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
 
 
 def half_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: int) -> Tensor:
-    """x [..., in] float32, what `pack` gave, and the number of outputs -> [..., out]. Only where it `serves`."""
+    """x [..., in] float32, what `pack` gave, and the number of outputs -> [..., out], summed in float32: a row's sums are the
+    same to the bit whatever rows are beside it. Only where it `serves`."""
     return torch.ops.specresearch.half_linear(x, weight, bias, out)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., H], weight [H], both float32 -> x / sqrt(mean(x^2) + eps) * weight. Only where it `serves`."""
+    return torch.ops.specresearch.rms_norm(x, weight, eps)
 
 
 @cache
@@ -57,7 +64,7 @@ def _loaded() -> bool:
         reason = next((line for line in words.splitlines() if "error" in line), words.strip())[:200]
     else:
         return True
-    print(f"kernels/half.cpp cannot be used, so passes take longer: {reason}", file=sys.stderr)
+    print(f"kernels/cpu.cpp cannot be used, so passes take longer: {reason}", file=sys.stderr)
     return False
 
 
@@ -68,10 +75,10 @@ def _compiled() -> Path:
     link = [f"-L{folder}" for folder in cpp_extension.library_paths()]
     command = [compiler, *FLAGS, *include, str(SOURCE), *link, "-lc10", "-ltorch_cpu"]
     key = hashlib.sha256(repr((SOURCE.read_bytes(), command, torch.__version__)).encode()).hexdigest()[:16]
-    path = cache_dir() / f"half-{key}.so"
+    path = cache_dir() / f"kernels-{key}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        print("compiling kernels/half.cpp, once for this torch (about 20 s)", file=sys.stderr)
+        print("compiling kernels/cpu.cpp, once for this torch (about 20 s)", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             made = Path(scratch) / path.name
             subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True)
