@@ -15,9 +15,8 @@
 namespace {
 
 constexpr int64_t TILE = 4, LANES = 8;
-constexpr int64_t STRIP = 16 << 10;   // weights that stay in the first cache while rows pass by
 constexpr int64_t CHUNK = 96;         // rows that stay in the second cache while the matrix passes by
-constexpr int64_t AHEAD = 1024;       // weights; how far ahead memory is asked
+constexpr int64_t AHEAD = 1024;       // weights; how far ahead memory is asked where it is all that is waited for
 constexpr int64_t LEAST = 64 << 10;   // weights that are worth a thread
 
 struct Matrix {
@@ -34,13 +33,13 @@ inline __m128 sums(__m256 a, __m256 b, __m256 c, __m256 d) {
 
 // ROWS rows of x with four outputs.
 template <int ROWS>
-inline void tile(const Matrix& m, const float* x, float* y, int64_t number) {
+inline void tile(const Matrix& m, const float* x, float* y, int64_t number, int64_t ahead) {
   const at::Half* w = m.weight + number * TILE * m.in;
   __m256 sum[ROWS][TILE];
   for (auto& row : sum)
     for (auto& each : row) each = _mm256_setzero_ps();
   for (int64_t k = 0; k < m.in; k += LANES, w += TILE * LANES) {
-    _mm_prefetch(reinterpret_cast<const char*>(w + AHEAD), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(w + ahead), _MM_HINT_T0);
     __m256 some[ROWS];
     for (int r = 0; r < ROWS; r++) some[r] = _mm256_loadu_ps(x + r * m.in + k);
     for (int o = 0; o < TILE; o++) {
@@ -64,32 +63,21 @@ inline void tile(const Matrix& m, const float* x, float* y, int64_t number) {
   }
 }
 
-template <int ROWS>
-inline void strip(const Matrix& m, const float* x, float* y, int64_t begin, int64_t end) {
-  for (int64_t number = begin; number < end; number++) tile<ROWS>(m, x, y, number);
-}
-
 // Tiles begin .. end for all rows: three at a time, since twelve sums, three inputs and a weight fill the registers.
 void share(const Matrix& m, const float* x, float* y, int64_t rows, int64_t begin, int64_t end) {
-  const int64_t high = rows <= 3 ? end - begin : std::max<int64_t>(1, STRIP / (TILE * m.in));
   for (int64_t from = 0; from < rows; from += CHUNK) {
     const int64_t until = std::min(rows, from + CHUNK);
-    for (int64_t low = begin; low < end; low += high) {
-      const int64_t top = std::min(end, low + high);
-      for (int64_t row = from; row < until;) {
+    for (int64_t number = begin; number < end; number++) {
+      for (int64_t row = from, some; row < until; row += some) {
         const int64_t left = until - row;
+        some = left == 1 ? 1 : left == 2 || left == 4 ? 2 : 3;
+        // The first rows bring a tile from memory; while the last ones compute with it, the next one comes.
+        const int64_t ahead = row > from && left == some ? TILE * m.in : AHEAD;
         const float* own = x + row * m.in;
         float* result = y + row * m.out;
-        if (left == 1) {
-          strip<1>(m, own, result, low, top);
-          row += 1;
-        } else if (left == 2 || left == 4) {
-          strip<2>(m, own, result, low, top);
-          row += 2;
-        } else {
-          strip<3>(m, own, result, low, top);
-          row += 3;
-        }
+        if (some == 1) tile<1>(m, own, result, number, ahead);
+        if (some == 2) tile<2>(m, own, result, number, ahead);
+        if (some == 3) tile<3>(m, own, result, number, ahead);
       }
     }
   }

@@ -214,3 +214,15 @@ def test_an_answer_that_drafts_changed_is_no_measurement(target):
     modes["plain"].parts = replace(modes["plain"].parts, sampler=Sampler())
     with pytest.raises(UserError, match="answered differently"):
         script.answer(modes, Job(1, "", 0, [65, 66, 67], 6), "auto")
+
+
+def test_passes_are_timed_with_and_without_what_is_compiled(capsys, monkeypatch):
+    script = experiment("passes")
+    if not script.cpu.serves():
+        pytest.skip("needs an x86 CPU with AVX2 and a C++ compiler")
+    monkeypatch.setattr(script, "ROWS", (1, 5))
+    with pytest.raises(SystemExit, match="1"):
+        script.main(["rounds=0"])
+    script.main(["rounds=1", "target=tiny"])
+    head, _, *rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if "|" in line]
+    assert [row[0] for row in rows] == ["1", "5"] and all(len(row) == len(head) for row in rows)
