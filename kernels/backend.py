@@ -1,4 +1,4 @@
-"""Which implementation the kernels run: torch, the reference, on any device; or Triton, for GPUs.
+"""Which implementation the kernels run: torch, the reference, on any device; or Triton, for GPUs; or `cpu`, for some on CPUs.
 
 Triton is optional: without it the torch reference serves every device. With TRITON_INTERPRET=1 set before Python starts,
 Triton's kernels run on the CPU too, slowly, for tests.
