@@ -133,6 +133,7 @@ def test_spec_bench_is_answered_by_all_and_printed_by_group(tmp_path, capsys):
     assert capsys.readouterr().out == text
 
 
+@pytest.mark.slow
 def test_the_auditor_sees_the_pruned_head_and_passes_the_whole_one(tmp_path):
     auditor = experiment("auditor")
     parts = specresearch.engine("target=tiny", "drafter=none", "temperature=1").parts
@@ -157,7 +158,7 @@ def small(tmp_path):
     return [f"out={tmp_path}/out", *(f"{g}" for g in given)]
 
 
-@pytest.mark.parametrize("name", ["policies", "rules"])
+@pytest.mark.parametrize("name", ["policies", pytest.param("rules", marks=pytest.mark.slow)])
 def test_trees_and_rules_take_turns(name, small, monkeypatch, capsys):
     own = load(name, monkeypatch)
     monkeypatch.setattr(own, "TEMPERATURES", (1.0,), raising=False)

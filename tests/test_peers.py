@@ -79,7 +79,7 @@ def test_copies_are_rounded_as_ours_are(models):
 def test_copies_compute_what_the_target_computes(models):
     ids = torch.arange(20)[None] * 7 % 250
     places = torch.arange(20)
-    assert torch.allclose(models.plain("x")(ids).logits, models.target.plain(ids, places), atol=1e-5)
+    assert torch.allclose(models.plain("x")(ids).logits, models.target.plain(ids, places), atol=1e-4)
 
 
 def test_the_small_model_has_our_drafters_law(models):
