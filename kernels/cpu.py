@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -70,10 +71,10 @@ def _loaded() -> bool:
 
 def _compiled() -> Path:
     """The library for this source and this torch. Written aside first, so that processes do not meet half of one."""
-    compiler = cpp_extension.get_cxx_compiler()
+    compiler = shlex.split(cpp_extension.get_cxx_compiler())  # CXX may be two words
     include = [word for folder in cpp_extension.include_paths() for word in ("-isystem", folder)]
     link = [f"-L{folder}" for folder in cpp_extension.library_paths()]
-    command = [compiler, *FLAGS, *include, str(SOURCE), *link, "-lc10", "-ltorch_cpu"]
+    command = [*compiler, *FLAGS, *include, str(SOURCE), *link, "-lc10", "-ltorch_cpu"]
     key = hashlib.sha256(repr((SOURCE.read_bytes(), command, torch.__version__)).encode()).hexdigest()[:16]
     path = cache_dir() / f"kernels-{key}.so"
     if not path.exists():
