@@ -104,6 +104,8 @@ def race(models: Models, drafter: str, repeats: int) -> list[Answer]:
     settings = settings_of(cfg)
     questions = make(cfg, "prompts")[: settings.limit] * repeats
     prompts = [parts.target.chat([{"role": "user", "content": question.turns[0]}]) for question in questions]
+    if len(prompts) < 2:
+        raise UserError("one answer is too few, since the first one stands apart: use limit=2 or more, or repeats=2")
     mislead(parts)
     modes, found = decoders(parts, max(map(len, prompts)) + settings.max_new_tokens), []
     with console.progress() as bar:
@@ -143,8 +145,14 @@ def main(arguments: Sequence[str]) -> None:
     models = Models([a for a, (key, _) in zip(arguments, pairs) if key not in options])
     rows, ended = [], cli.OK
     try:
-        if not said["repeats"].isdigit() or said["repeats"] == "0":
+        if not said["repeats"].isdecimal() or int(said["repeats"]) < 1:
             raise UserError(f"repeats={said['repeats']}: use a whole number of at least 1")
+        if fixed := [a for a in models.given if a.split("=")[0] in ("drafter", "tree", "temperature")]:
+            raise UserError(
+                f"{fixed[0]}: this compares tree=auto with plain decoding at temperature 0; name drafters=..."
+            )
+        if "none" in said["drafters"].split(","):
+            raise UserError("drafters=none proposes nothing, so there is nothing to compare: use drafters=eagle,ngram")
         for drafter in said["drafters"].split(","):
             rows.append(row(drafter, race(models, drafter, int(said["repeats"]))))
     except KeyboardInterrupt:

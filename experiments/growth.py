@@ -173,7 +173,7 @@ def main(arguments: Sequence[str]) -> None:
         curves = said["curves"].split(",")
         if unknown := [curve for curve in curves if curve not in XS]:
             raise UserError(f"curves={','.join(unknown)} is unknown: use some of {', '.join(XS)}")
-        if not said["rounds"].isdigit() or said["rounds"] == "0":
+        if not said["rounds"].isdecimal() or int(said["rounds"]) < 1:
             raise UserError(f"rounds={said['rounds']}: use a whole number of at least 1")
         if said["one"]:
             return one(models, said["one"])

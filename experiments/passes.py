@@ -46,14 +46,14 @@ def compared(targets: dict[str, torch.nn.Module], rows: int, rounds: int) -> lis
     spent = {way: statistics.median(own) for way, own in times.items()}
     floor = weight_bytes(targets["auto"].model) / bandwidth(torch.device("cpu"))
     numbers = [*(f"{1e3 * spent[way]:.1f}" for way in WAYS), f"{spent['auto'] / spent['torch']:.2f}"]
-    return [str(rows), *numbers, f"{1e3 * floor:.1f}", f"{spent['auto'] / floor:.2f}"]
+    return [str(rows), *numbers, f"{1e3 * floor:.3g}", f"{spent['auto'] / floor:.2f}"]
 
 
 def main(arguments: Sequence[str]) -> None:
     rounds = next((a.partition("=")[2] for a in arguments if a.startswith("rounds=")), "25")
     given = [a for a in arguments if not a.startswith("rounds=")]
     try:
-        if not rounds.isdigit() or rounds == "0":
+        if not rounds.isdecimal() or int(rounds) < 1:
             raise UserError(f"rounds={rounds}: use a whole number of at least 1")
         if not cpu.serves():
             raise UserError("nothing is compiled on this machine: an x86 CPU with AVX2 and a C++ compiler are needed")

@@ -83,12 +83,21 @@ void share(const Matrix& m, const float* x, float* y, int64_t rows, int64_t begi
   }
 }
 
+void no_gradient(const at::Tensor& x) {
+  TORCH_CHECK(!(at::GradMode::is_enabled() && x.requires_grad()), "this kernel has no gradient: use torch.no_grad()");
+}
+
 at::Tensor half_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, int64_t out) {
-  TORCH_CHECK(weight.dim() == 4 && weight.scalar_type() == at::kHalf && weight.is_contiguous(), "weight: see cpu.pack");
+  TORCH_CHECK(weight.dim() == 4 && weight.scalar_type() == at::kHalf && weight.is_contiguous() && weight.numel() > 0 &&
+                  weight.size(2) == TILE && weight.size(3) == LANES,
+              "weight: see cpu.pack");
   const int64_t in = weight.size(1) * LANES, missing = in - x.size(-1);
   TORCH_CHECK(x.scalar_type() == at::kFloat && missing >= 0 && missing < LANES, "x: float32, of the matrix's width");
   TORCH_CHECK(weight.size(0) == (out + TILE - 1) / TILE, "out: not the matrix's");
-  TORCH_CHECK(!bias || bias->numel() == weight.size(0) * TILE, "bias: see cpu.pack");
+  TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() &&
+                        bias->numel() == weight.size(0) * TILE),
+              "bias: see cpu.pack");
+  no_gradient(x);
   const at::Tensor rows = (missing ? at::constant_pad_nd(x, {0, missing}) : x).contiguous();
   auto shape = x.sizes().vec();
   shape.back() = out;
@@ -106,7 +115,9 @@ at::Tensor half_linear(const at::Tensor& x, const at::Tensor& weight, const std:
 // x / sqrt(mean(x^2) + eps) over the last dimension, times `weight`: in one operator, where torch takes seven.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   const int64_t width = x.size(-1);
-  TORCH_CHECK(x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat && weight.numel() == width, "rms_norm");
+  TORCH_CHECK(x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat && weight.numel() == width && width > 0,
+              "rms_norm: x [..., H] and weight [H], both float32");
+  no_gradient(x);
   const at::Tensor rows = x.contiguous(), scale = weight.contiguous();
   at::Tensor result = at::empty_like(rows);
   const float *from = rows.data_ptr<float>(), *by = scale.data_ptr<float>();

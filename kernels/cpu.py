@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -58,30 +59,37 @@ def _loaded() -> bool:
         return False
     try:
         torch.ops.load_library(_compiled())
-    except FileNotFoundError as fault:
-        reason = f"there is no {fault.filename} to compile it (install a C++ compiler, e.g. g++)"
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as fault:
-        words = fault.stderr if isinstance(fault, subprocess.CalledProcessError) else str(fault)
+    except (OSError, RuntimeError, ValueError, subprocess.CalledProcessError) as fault:
+        words = getattr(fault, "stderr", None) or str(fault)
         reason = next((line for line in words.splitlines() if "error" in line), words.strip())[:200]
-    else:
-        return True
-    print(f"kernels/cpu.cpp cannot be used, so passes take longer: {reason}", file=sys.stderr)
-    return False
+        print(f"kernels/cpu.cpp cannot be used, so passes take longer: {reason}", file=sys.stderr)
+        return False
+    return True
 
 
 def _compiled() -> Path:
-    """The library for this source and this torch. Written aside first, so that processes do not meet half of one."""
-    compiler = shlex.split(cpp_extension.get_cxx_compiler())  # CXX may be two words
+    """The library for this source and this torch. Its name tells its content, so that a damaged one is made anew; it is
+    written aside first, so that processes do not meet half of one."""
+    compiler = shlex.split(cpp_extension.get_cxx_compiler()) or ["c++"]  # CXX may be two words
     include = [word for folder in cpp_extension.include_paths() for word in ("-isystem", folder)]
     link = [f"-L{folder}" for folder in cpp_extension.library_paths()]
     command = [*compiler, *FLAGS, *include, str(SOURCE), *link, "-lc10", "-ltorch_cpu"]
-    key = hashlib.sha256(repr((SOURCE.read_bytes(), command, torch.__version__)).encode()).hexdigest()[:16]
-    path = cache_dir() / f"kernels-{key}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        print("compiling kernels/cpu.cpp, once for this torch (about 20 s)", file=sys.stderr)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            made = Path(scratch) / path.name
-            subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True)
-            os.replace(made, path)
+    name = f"kernels-{_digest(repr((SOURCE.read_bytes(), command, torch.__version__)).encode())}"
+    folder = cache_dir()
+    for path in folder.glob(f"{name}-*.so"):
+        if path.stem == f"{name}-{_digest(path.read_bytes())}":
+            return path
+    if shutil.which(compiler[0]) is None:
+        raise RuntimeError(f"there is no {compiler[0]} to compile it (install a C++ compiler, e.g. g++)")
+    folder.mkdir(parents=True, exist_ok=True)
+    print("compiling kernels/cpu.cpp, once for this torch (about 20 s)", file=sys.stderr)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / "made.so"
+        subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True)
+        path = folder / f"{name}-{_digest(made.read_bytes())}.so"
+        os.replace(made, path)
     return path
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -7,4 +7,5 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    return Path(os.environ.get("SPECRESEARCH_CACHE", Path.home() / ".cache" / "specresearch"))
+    given = os.environ.get("SPECRESEARCH_CACHE")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "specresearch"

@@ -1,6 +1,7 @@
 """What is compiled for CPUs: equal to what torch gives, row by row, and dispensable."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +77,9 @@ def test_what_is_no_packed_matrix_is_refused():
         (x, packed[0], None, 8),
         (x, packed, None, 9),
         (x, packed, torch.zeros(7), 8),
+        (x, packed, torch.zeros(1).expand(8), 8),
+        (x, packed.transpose(2, 3).contiguous(), None, 8),
+        (x[:, :0], packed[:, :0], None, 8),
     ):
         with pytest.raises(RuntimeError):
             cpu.half_linear(*wrong)
@@ -102,7 +106,7 @@ def test_layers_use_it_unless_torch_is_asked_for(monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        (FileNotFoundError(2, "No such file", "c++"), "no c++ to compile it"),
+        (ValueError("No closing quotation"), "No closing quotation"),
         (PermissionError(13, "Permission denied", "/cache"), "Permission denied"),
         (
             subprocess.CalledProcessError(1, "c++", stderr="in file\ncpu.cpp:1: error: no such header\n"),
@@ -129,18 +133,53 @@ def test_without_it_everything_goes_on_and_says_so_once(fault, says, monkeypatch
 
 
 @needed
-def test_compiled_once_and_anew_for_another_source(tmp_path, monkeypatch):
+def test_compiled_once_and_anew_for_another_source_or_a_damaged_file(tmp_path, monkeypatch):
     calls = []
 
     def compile_(command, **_):
         calls.append(command)
-        open(command[-1], "wb").close()
+        Path(command[-1]).write_bytes(b"library")
 
     monkeypatch.setattr(cpu.subprocess, "run", compile_)
     monkeypatch.setattr(cpu, "cache_dir", lambda: tmp_path / "cache")
     first = cpu._compiled()
     assert cpu._compiled() == first and len(calls) == 1 and first.exists()
+    first.write_bytes(b"lib")
+    assert cpu._compiled() == first and len(calls) == 2 and first.read_bytes() == b"library"
     monkeypatch.setattr(cpu, "SOURCE", tmp_path / "other.cpp")
     cpu.SOURCE.write_text("other")
-    assert cpu._compiled() != first and len(calls) == 2
+    assert cpu._compiled() != first and len(calls) == 3
     assert {path.suffix for path in first.parent.iterdir()} == {".so"}, "nothing half made is left"
+    monkeypatch.setenv("CXX", "ccache nonesuch")
+    monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match="there is no ccache to compile it"):
+        cpu._compiled()
+
+
+@needed
+def test_finer_weights_that_are_loaded_later_are_not_rounded():
+    with torch.inference_mode(False), torch.no_grad():
+        layer, x = halved(), torch.randn(2, 24)
+        layer(x)
+        assert isinstance(layer.packed.product, linear.Half)
+        layer.load_state_dict(nn.Linear(24, 12).state_dict())
+        torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias), rtol=0, atol=1e-5)
+        assert isinstance(layer.packed.product, linear.Single)
+
+
+@needed
+def test_a_gradient_is_not_lost_in_silence():
+    packed, bias = cpu.pack(torch.randn(8, 16), None)
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.randn(2, 16, requires_grad=True)
+        for work in (
+            lambda: cpu.half_linear(x, packed.clone(), bias, 8),
+            lambda: cpu.rms_norm(x, torch.ones(16), 1e-5),
+        ):
+            with pytest.raises(RuntimeError, match="no gradient"):
+                work()
+
+
+def test_layers_with_and_without_a_bias_may_share_a_product():
+    x, layers = torch.randn(3, 24), (linear.Linear(24, 12), linear.Linear(24, 8, bias=False))
+    torch.testing.assert_close(linear.product(*layers)(x), torch.cat([layer(x) for layer in layers], -1))

@@ -41,9 +41,13 @@ class Packed:
 def packed(layers: Sequence[nn.Linear]) -> nn.Module:
     """The layers' product, with their weights as they are now."""
     weight = torch.cat([layer.weight.detach() for layer in layers])
-    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-    bias = torch.cat(biases) if biases else None
-    if not (HALF and all(getattr(layer, "holds_half", False) for layer in layers)):
+    biases = [weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach() for layer in layers]
+    bias = torch.cat(biases) if any(layer.bias is not None for layer in layers) else None
+    # Weights that were loaded after the rounding may be finer.
+    rounded = all(getattr(layer, "holds_half", False) for layer in layers) and torch.equal(
+        weight.half().float(), weight
+    )
+    if not (HALF and rounded):
         return Single(torch.ops.mkldnn._reorder_linear_weight(weight, PACKED), bias)
     if cpu.serves():
         return Half(*cpu.pack(weight, bias), len(weight))
