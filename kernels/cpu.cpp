@@ -1,8 +1,9 @@
 // What torch does slowly with few rows; see cpu.py.
 //
-// **Rows times a matrix that half precision holds**, summed in float32. A processor's own prefetching serves one stream a thread best, so the matrix lies in the order in which it is read: four
-// outputs side by side, eight inputs of each at a time. A sum runs over the same terms in the same order however many rows
-// there are, so what a row gives does not depend on the rows beside it.
+// Rows times a matrix that half precision holds, summed in float32: a processor's own prefetching serves one stream a thread
+// best, so the matrix lies in the order in which it is read, four outputs side by side, eight inputs of each at a time. A sum
+// runs over the same terms in the same order however many rows there are, so what a row gives does not depend on the rows
+// beside it.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -11,13 +12,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 namespace {
 
 constexpr int64_t TILE = 4, LANES = 8;
-constexpr int64_t CHUNK = 96;         // rows that stay in the second cache while the matrix passes by
-constexpr int64_t AHEAD = 1024;       // weights; how far ahead memory is asked where it is all that is waited for
-constexpr int64_t LEAST = 64 << 10;   // weights that are worth a thread
+constexpr int64_t CHUNK = 96;        // rows that stay in the second cache while the matrix passes by
+constexpr int64_t AHEAD = 1024;      // weights; how far ahead memory is asked where it is all that is waited for
+constexpr int64_t LEAST = 64 << 10;  // weights that are worth a thread
 
 struct Matrix {
   const at::Half* weight;  // [tiles, in / LANES, TILE, LANES]
