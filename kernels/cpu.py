@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils import cpp_extension
 
 from specresearch.folders import cache_dir
 from specresearch.kernels.backend import chosen
@@ -59,7 +58,7 @@ def _loaded() -> bool:
         return False
     try:
         torch.ops.load_library(_compiled())
-    except (OSError, RuntimeError, ValueError, subprocess.CalledProcessError) as fault:
+    except (ImportError, OSError, RuntimeError, ValueError, subprocess.CalledProcessError) as fault:
         words = getattr(fault, "stderr", None) or str(fault)
         reason = next((line for line in words.splitlines() if "error" in line), words.strip())[:200]
         print(f"kernels/cpu.cpp cannot be used, so passes take longer: {reason}", file=sys.stderr)
@@ -70,17 +69,15 @@ def _loaded() -> bool:
 def _compiled() -> Path:
     """The library for this source and this torch. Its name tells its content, so that a damaged one is made anew; it is
     written aside first, so that processes do not meet half of one."""
-    compiler = shlex.split(cpp_extension.get_cxx_compiler()) or ["c++"]  # CXX may be two words
-    include = [word for folder in cpp_extension.include_paths() for word in ("-isystem", folder)]
-    link = [f"-L{folder}" for folder in cpp_extension.library_paths()]
-    command = [*compiler, *FLAGS, *include, str(SOURCE), *link, "-lc10", "-ltorch_cpu"]
-    name = f"kernels-{_digest(repr((SOURCE.read_bytes(), command, torch.__version__)).encode())}"
+    origin = SOURCE.read_bytes(), FLAGS, os.environ.get("CXX"), torch.__version__
+    name = f"kernels-{_digest(repr(origin).encode())}"
     folder = cache_dir()
     for path in folder.glob(f"{name}-*.so"):
         if path.stem == f"{name}-{_digest(path.read_bytes())}":
             return path
-    if shutil.which(compiler[0]) is None:
-        raise RuntimeError(f"there is no {compiler[0]} to compile it (install a C++ compiler, e.g. g++)")
+    command = _command()
+    if shutil.which(command[0]) is None:
+        raise RuntimeError(f"there is no {command[0]} to compile it (install a C++ compiler, e.g. g++)")
     folder.mkdir(parents=True, exist_ok=True)
     print("compiling kernels/cpu.cpp, once for this torch (about 20 s)", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -89,6 +86,17 @@ def _compiled() -> Path:
         path = folder / f"{name}-{_digest(made.read_bytes())}.so"
         os.replace(made, path)
     return path
+
+
+def _command() -> list[str]:
+    from torch.utils import (
+        cpp_extension,
+    )  # slow, and it needs setuptools: where nothing is to be compiled, neither is wanted
+
+    compiler = shlex.split(cpp_extension.get_cxx_compiler()) or ["c++"]  # CXX may be two words
+    include = [word for folder in cpp_extension.include_paths() for word in ("-isystem", folder)]
+    link = [f"-L{folder}" for folder in cpp_extension.library_paths()]
+    return [*compiler, *FLAGS, *include, str(SOURCE), *link, "-lc10", "-ltorch_cpu"]
 
 
 def _digest(content: bytes) -> str:
